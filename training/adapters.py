@@ -1,9 +1,7 @@
 """4-bit weights and LoRA for the language model only, not for the vision encoder, the projector and its norm.
 
-The modules are named in full here, because the libraries' shortcuts reach the wrong modules. If transformers gets
-short names of modules to leave unquantized, it ignores them without a warning, and quantizes the projector. Such a
-list replaces the default list, and so must also name the head. PEFT's `target_modules="all-linear"` would put adapters
-into the vision encoder.
+Modules are named in full here. With a short name of a module to leave unquantized, transformers would quantize the
+module without a warning. With `target_modules="all-linear"`, PEFT would put adapters into the vision encoder too.
 """
 
 from typing import Any
@@ -19,12 +17,16 @@ from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAd
 def quantization_config(
     compute_dtype: torch.dtype, quant_type: str = "nf4", double_quant: bool = True
 ) -> BitsAndBytesConfig:
-    """NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3) for the language model's linear layers."""
+    """The config that quantizes the language model's linear layers to 4 bits.
+
+    By default the weights are NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3).
+    """
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute_dtype,
+        # The modules that are left unquantized. This list replaces the default list, which names the head.
         llm_int8_skip_modules=["model.vision_tower", "model.multi_modal_projector", "lm_head"],
     )
 
@@ -39,19 +41,22 @@ def add_adapters(
 ) -> PeftModel:
     """Put LoRA adapters on all linear layers of the decoder, and let PEFT train the projector in full.
 
-    If the model has key adapters, they are trained in full too, and the `k_proj` layers beside them get no LoRA.
+    If the model has key adapters, PEFT trains them in full too, and the `k_proj` layers beside them get no LoRA.
 
     Args:
-        model: The model to adapt, in place.
+        model: The model, which is changed in place.
         rank, alpha, dropout, options: Arguments of PEFT's `LoraConfig`.
-        revision: The revision of the model on the Hub, which is recorded so that merging loads the same
+        revision: The revision of the model on the Hub. It is recorded, so that training/merge.py loads the same
             weights.
+
+    Returns:
+        The `PeftModel` around the model.
     """
     decoder_layers: Any = model.model.language_model.layers
     linear_names = set()
     for name, module in decoder_layers.named_modules():
         if isinstance(module, nn.Linear):
-            last_part = name.rsplit(".", 1)[-1]
+            last_part = name.split(".")[-1]  # "0.self_attn.q_proj" -> "q_proj"
             linear_names.add(last_part)
     trained_in_full = ["multi_modal_projector"]
 
@@ -64,6 +69,7 @@ def add_adapters(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
+        # This matches names such as "model.language_model.layers.0.self_attn.q_proj".
         target_modules=rf"model\.language_model\.layers\..*\.({any_linear_name})",
         modules_to_save=trained_in_full,
         task_type="CAUSAL_LM",

@@ -1,8 +1,9 @@
-"""Add key adapters to a NormLlava. They leave its outputs unchanged until they are trained.
+"""Add key adapters to a NormLlava. Its outputs don't change until the adapters are trained.
 
     python training/add_key_adapters.py --model checkpoints/stage1 --rank 16 --output_dir checkpoints/stage1-keys
 
-The adapters are MaLoRA-style. docs/key_alignment.md describes them and how they are trained.
+Key adapters are low-rank updates of the decoder's keys, as in MaLoRA (arXiv 2510.26721). docs/key_alignment.md
+describes them, and how they are trained.
 """
 
 import argparse
@@ -25,7 +26,14 @@ from training.loading import load_config, load_processor
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
-    """A model with key adapters, made of the given model's modules, which are not copied.
+    """A model with key adapters. It shares the modules of the given model, which are not copied.
+
+    Args:
+        model: The model without key adapters.
+        rank: The rank of the updates.
+        alpha: The updates are scaled by alpha / rank.
+        dropout: The dropout in front of the updates, in training.
+        seed: The seed of the new weights.
 
     Raises:
         ValueError: if the decoder can't have key adapters, or has them already.
@@ -40,8 +48,8 @@ def add_key_adapters(
     adapted.model.multi_modal_projector = model.model.multi_modal_projector
     adapted.generation_config = model.generation_config
 
-    # The adapters need to know which tokens are image tokens. A decoder that doesn't pass this on to its layers fails
-    # in this pass.
+    # The adapters need to know which tokens are image tokens. If a decoder doesn't pass this on to its layers, this
+    # forward pass raises the ValueError.
     with torch.no_grad():
         adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
     return adapted

@@ -1,9 +1,9 @@
-"""The aligned start: image tokens learn to point at the language model's own embeddings of the captions.
+"""Aligns a new projector: image tokens get the directions of the language model's own embeddings of the captions.
 
-A contrastive loss (InfoNCE on cosines) trains the projector. The image tokens of a picture shall point at the mean
-embedding of the picture's caption, and not at the other captions of the batch. Only directions are trained: the loss
-compares tokens at the text's norm, and the projector's norm layer is frozen. Without a norm layer, the projector is
-scaled afterwards so that image tokens have the norm that they had before. The language model does not run, so that
+A contrastive loss (InfoNCE on cosines) trains the projector. It turns the image tokens of a picture towards the mean
+embedding of the picture's caption, and away from the other captions of the batch. Only directions are trained: the
+loss compares tokens at the text's norm, and the projector's norm layer is frozen. Without a norm layer, the projector
+is scaled afterwards so that image tokens have the norm that they had before. The language model does not run, so that
 training takes minutes. The paper (arXiv 2512.08374) has no such step; docs/compose.md names related work.
 """
 
@@ -25,8 +25,8 @@ from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-# The number of pictures to train on, whose features are kept in memory. A picture with 36 tokens of width 384 takes
-# 27 kB in float16, and with SigLIP's 729 tokens of width 1,152 it takes 1.7 MB.
+# The most pictures to train on. Their features are kept in memory, in float16: a picture with 36 tokens of width 384
+# takes 27 kB, and with SigLIP's 729 tokens of width 1,152 it takes 1.7 MB.
 MAX_PICTURES = 8192
 STEPS = 600
 WARMUP_STEPS = 20
@@ -45,7 +45,7 @@ ENCODER_BATCH = 64
 def align(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset, seed: int, steps: int = STEPS
 ) -> None:
-    """Train the projector in place, on `MAX_PICTURES` rows drawn at random.
+    """Train the projector in place, on up to `MAX_PICTURES` rows drawn at random.
 
     Raises:
         BadRowError: if a row has no caption, or not exactly one readable picture.
@@ -55,13 +55,15 @@ def align(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
 
-    rows = rows.shuffle(seed=seed).select(range(min(MAX_PICTURES, len(rows))))
+    num_rows = min(MAX_PICTURES, len(rows))
+    rows = rows.shuffle(seed=seed).select(range(num_rows))
     features = encode_pictures(model, processor, rows)
     captions = [first_answer(row) for row in rows]
-    # Rows with the same caption share an id, so that the loss doesn't push them away from each other's caption.
+
+    # Rows with the same caption share an id, so that the loss doesn't turn them away from each other's caption.
     unique_captions = list(dict.fromkeys(captions))
-    id_of_caption = {caption: number for number, caption in enumerate(unique_captions)}
-    caption_ids = torch.tensor([id_of_caption[caption] for caption in captions])
+    id_by_caption = {caption: number for number, caption in enumerate(unique_captions)}
+    caption_ids = torch.tensor([id_by_caption[caption] for caption in captions])  # [num_rows]
     directions, mean = embed_captions(model, processor, unique_captions)
 
     projector = model.model.multi_modal_projector.float()
@@ -76,6 +78,7 @@ def align(
     progress = tqdm(range(steps), desc="Aligning")
     for _ in progress:
         batch_rows = torch.randint(len(features), (BATCH_SIZE,))
+        # The ids of the batch's captions without duplicates, and for each row the index of its caption among them.
         batch_captions, targets = caption_ids[batch_rows].unique(return_inverse=True)
         image_tokens = projector(features[batch_rows].to(device).float())
         loss = contrastive_loss(image_tokens, mean, directions[batch_captions.to(device)], targets.to(device))
@@ -152,9 +155,9 @@ def embed_captions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A direction for each caption, and the mean embedding of the vocabulary.
 
-    A caption's direction is that of the weighted sum of its tokens' embeddings, after the vocabulary's mean has been
-    subtracted from each embedding. The weights are inverse document frequencies: a token that most captions have
-    hardly counts, so that content words decide the direction.
+    A caption's direction is the direction of a weighted sum of its tokens' embeddings, from each of which the
+    vocabulary's mean has been subtracted. The weights are inverse document frequencies: a token that most captions
+    have hardly counts, so that content words decide the direction.
 
     Returns:
         The directions with L2 norm 1, `(num_captions, hidden_size)`, and the vocabulary's mean divided by the
@@ -162,19 +165,20 @@ def embed_captions(
     """
     embed = model.get_input_embeddings()
     device = model.device
-    vocabulary = embed(torch.arange(len(processor.tokenizer), device=device)).float()
+    all_ids = torch.arange(len(processor.tokenizer), device=device)
+    vocabulary = embed(all_ids).float()  # [vocabulary_size, hidden_size]
     mean = vocabulary.mean(dim=0)  # [hidden_size]
 
     # The space makes the tokenizer treat a caption's first word like a word inside a sentence.
     texts = [f" {caption}" for caption in captions]
     ids_of_captions = processor.tokenizer(texts, add_special_tokens=False).input_ids
-    num_captions_with: Counter[int] = Counter()
+    num_captions_with: Counter[int] = Counter()  # for each token, the number of captions that have it
     for ids in ids_of_captions:
         num_captions_with.update(set(ids))
 
     directions = []
     for ids in ids_of_captions:
-        weights = [math.log((1 + len(captions)) / num_captions_with[token]) for token in ids]
+        weights = [math.log((1 + len(captions)) / num_captions_with[token]) for token in ids]  # [num_tokens]
         embeddings = embed(torch.tensor(ids, device=device)).float()  # [num_tokens, hidden_size]
         directions.append(torch.tensor(weights, device=device) @ (embeddings - mean))
     unit_directions = nn.functional.normalize(torch.stack(directions), dim=-1)
@@ -185,9 +189,9 @@ def embed_captions(
 def contrastive_loss(
     image_tokens: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """InfoNCE of pictures and captions on cosines.
+    """The InfoNCE loss of pictures and captions, on cosines.
 
-    It has one term for the mean of a picture's tokens, and one for each of its tokens.
+    It is a sum of two terms: one compares the mean of a picture's tokens with captions, the other each single token.
 
     Args:
         image_tokens: `(num_pictures, num_patches, hidden_size)`.
@@ -195,15 +199,16 @@ def contrastive_loss(
         directions: The directions of the batch's captions, `(num_captions, hidden_size)`.
         targets: The number of each picture's caption in `directions`, `(num_pictures,)`.
     """
-    # `mean` is in units of the vocabulary's mean norm. A token with L2 norm 1 has, in these units, the text's norm.
+    # As for captions, the vocabulary's mean is subtracted from tokens that have the norm of text. Both are divided by
+    # this norm here, so tokens get the L2 norm 1.
     tokens = nn.functional.normalize(image_tokens, dim=-1) - mean
-    pictures = tokens.mean(dim=1)
+    pictures = tokens.mean(dim=1)  # [num_pictures, hidden_size]
 
     picture_cosines = nn.functional.normalize(pictures, dim=-1) @ directions.T  # [num_pictures, num_captions]
     picture_loss = nn.functional.cross_entropy(picture_cosines / PICTURE_TEMPERATURE, targets)
 
     token_cosines = nn.functional.normalize(tokens, dim=-1) @ directions.T  # [num_pictures, num_patches, num_captions]
-    token_targets = targets.repeat_interleave(tokens.shape[1])
+    token_targets = targets.repeat_interleave(tokens.shape[1])  # [num_pictures * num_patches]
     token_loss = nn.functional.cross_entropy(token_cosines.flatten(0, 1) / TOKEN_TEMPERATURE, token_targets)
     return picture_loss + TOKEN_WEIGHT * token_loss
 

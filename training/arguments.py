@@ -1,4 +1,4 @@
-"""The arguments of a run: TRL's and transformers' fields, and this project's own."""
+"""The arguments of a run: the fields of TRL and transformers, and this project's own fields."""
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, so calling it in a class body is safe
 
@@ -20,15 +20,19 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class SourceArguments:
-    """An entry of the recipe's `datasets`. `path`, `name` and `split` mean what they mean in TRL's `DatasetConfig`."""
+    """An entry of the recipe's `datasets`, which names a source of rows.
+
+    `path`, `name` and `split` mean what they mean in TRL's `DatasetConfig`.
+    """
 
     path: str
     name: str | None = None
     split: str = "train"
     image_folder: str | None = None
+    """Prefix of the rows' image paths."""
     weight: float = 1.0
-    """How often an epoch sees the rows. With 2 it sees every row twice, with 0.1 a tenth of the rows once, and with
-    2.5 every row twice and half of the rows a third time."""
+    """How often an epoch has each row. With 2 it has every row twice, with 0.1 a tenth of the rows once, and with 2.5
+    every row twice and half of the rows a third time."""
 
     def __post_init__(self) -> None:
         is_valid = isinstance(self.weight, int | float) and 0 < self.weight < math.inf
@@ -100,7 +104,10 @@ def read_source(entry: Any) -> SourceArguments:
 
 @dataclass
 class TrainingConfig(SFTConfig):
-    """TRL's arguments with other defaults: no row is cut, and a CPU computes in its faster number format."""
+    """TRL's arguments with this project's defaults, with which no row is cut.
+
+    On a CPU, arithmetic is in bfloat16 by default if the CPU is fast at it, and otherwise in float32.
+    """
 
     max_length: int | None = option(None, "Longest sample allowed, in tokens; longer ones are bad rows, never cut.")
     remove_unused_columns: bool = option(False, "Must stay off: rows are read when needed.")
@@ -115,19 +122,20 @@ class TrainingConfig(SFTConfig):
             raise UserError("output_dir is missing: give the folder that the trained model is written to.")
         self.resume_from_checkpoint: str | bool | None = read_resume(self.resume_from_checkpoint)
 
-        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing. It would warn about the old
-        # name even though TRL's default has set it. Older versions of transformers don't have the new field.
-        has_new_field = "activation_checkpointing" in vars(self)
-        if has_new_field and vars(self)["activation_checkpointing"] is None:
+        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and warns if only the old field
+        # is set, as TRL's default does. So both are set, except in older versions, which don't have the new field.
+        given = vars(self)
+        has_new_field = "activation_checkpointing" in given
+        if has_new_field and given["activation_checkpointing"] is None:
             self.activation_checkpointing = self.gradient_checkpointing
 
         if not torch.accelerator.is_available():
             self.use_cpu = True
-        # TRL would turn `None` into true, but most CPUs are slower in bfloat16.
+        # TRL would turn bf16 from `None` into true, but most CPUs are slower in bfloat16.
         arithmetic_is_given = self.bf16 is not None or self.fp16
         if self.use_cpu and not arithmetic_is_given:
             self.bf16 = is_cpu_fast_at_bf16()
-        # With torch_compile transformers would turn TF32 on, which rounds products in float32 to 10 bits.
+        # With torch_compile transformers would turn TF32 on, which rounds the factors of float32 products to 10 bits.
         if self.torch_compile and self.tf32 is None:
             self.tf32: bool | None = False
 
@@ -140,7 +148,8 @@ class TrainingConfig(SFTConfig):
     def frozen_dtype(self) -> torch.dtype:
         """The dtype in which frozen weights are kept.
 
-        On a CPU it is float32 even with bf16: casting the weights back in every step would cost more than it saves.
+        On a CPU it is float32 even with bf16, since casting bfloat16 weights to float32 in every step would cost more
+        time than bfloat16 saves.
         """
         if self.bf16 and self.device.type != "cpu":
             return torch.bfloat16
@@ -148,7 +157,7 @@ class TrainingConfig(SFTConfig):
 
 
 def read_resume(given: str | bool | None) -> str | bool | None:
-    """Read `resume_from_checkpoint`, in which a command line gives "true" and "false" as strings.
+    """Read `resume_from_checkpoint`, which is a string if the command line gives it, even for "true" and "false".
 
     Returns:
         A checkpoint's path, `True` for the newest checkpoint, or `None` to start anew.
@@ -163,7 +172,7 @@ def read_resume(given: str | bool | None) -> str | bool | None:
 
 def is_cpu_fast_at_bf16() -> bool:
     """Whether the CPU has instructions that multiply bfloat16 numbers: those of AMX or AVX-512."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # older versions of torch
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older version of torch
         return False
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))

@@ -1,8 +1,8 @@
-"""Attention that computes each sample of a packed row by itself, registered with transformers as "varlen".
+"""Attention for packed rows, which computes each sample of a row by itself. Its name in transformers is "varlen".
 
-With sdpa or eager, a packed row has a mask of sequence_length x sequence_length, and attention is computed for all of
-it, also between tokens of different samples. "varlen" computes attention only within each sample. On a GPU it uses
-torch's kernel for samples of different lengths, elsewhere it calls sdpa for one sample after the other.
+With "sdpa" or "eager", a packed row has a mask of sequence_length x sequence_length, and all of these products are
+computed, also those between tokens of different samples. "varlen" computes attention only within each sample. On a GPU
+it uses torch's kernel for samples of different lengths. Elsewhere it calls sdpa for one sample after the other.
 """
 
 import logging
@@ -29,15 +29,18 @@ def varlen_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The attention mask of a batch, `None` for a packed row. Arguments are those of transformers' mask functions.
+    """The attention mask of a batch; `None` for a packed row. Arguments are those of transformers' mask functions.
 
-    A row without an `attention_mask` is packed if transformers forbids skipping its mask: it has found positions that
-    begin anew within the row. All other rows get sdpa's mask. sdpa would skip the mask of rows without padding; here
-    they get it too, so that a missing mask always means a packed row.
+    Where transformers finds positions that begin anew within a row, it calls this function with
+    `allow_is_causal_skip=False`. Without an `attention_mask`, such a row is packed.
     """
-    is_packed = attention_mask is None and not allow_is_causal_skip and q_length == kv_length
+    has_samples = not allow_is_causal_skip
+    is_packed = has_samples and attention_mask is None and q_length == kv_length
     if is_packed:
         return None
+
+    # sdpa leaves out the mask of rows without padding if it may. Here it must not, so that a missing mask always means
+    # a packed row.
     return sdpa_mask(
         q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs
     )
@@ -57,23 +60,23 @@ def varlen_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sample of a packed row. Rows that are not packed are computed by sdpa.
+    """Causal attention within each sample of a packed row. For rows that are not packed it is sdpa's attention.
 
     Args:
         module: The attention layer.
         query: `(1, num_heads, sequence_length, head_dim)`.
         key, value: `(1, num_key_value_heads, sequence_length, head_dim)`.
-        attention_mask: The mask of rows that are not packed. A packed row with a single sample has a mask too, which
-            is not used; with several samples it has none.
+        attention_mask: The mask from [`varlen_mask`]; `None` for a packed row with several samples. The mask of a
+            packed row with a single sample is not used.
         dropout: The probability with which an attention weight is dropped.
         scaling: The factor of the products of queries and keys; 1/√head_dim by default.
-        cu_seq_lens_q: The position at which each sample begins, and the end of the last sample, int32,
+        cu_seq_lens_q: The position at which each sample begins, and then the row's length, int32,
             `(num_samples + 1,)`, from the collator; `None` if rows are not packed.
         max_length_q: Number of tokens of the longest sample, from the collator. Computing it from `cu_seq_lens_q`
             would have to wait for the GPU.
         softcap, s_aux: Soft caps and attention sinks, which are refused.
         kwargs: Further arguments of the layer. A layer with a sliding window gives `sliding_window`, the number of
-            tokens that a token sees, itself included.
+            tokens that a token sees, including itself.
 
     Returns:
         The output, `(1, sequence_length, num_heads, head_dim)`, and `None` in place of the attention weights.
@@ -96,8 +99,9 @@ def varlen_attention_forward(
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
-    # The layers of some decoders don't pass their window on, since sdpa has it in the mask.
-    if "sliding_window" not in kwargs and getattr(module.config, "sliding_window", None) is not None:
+    # The layers of some decoders don't pass their window on, since sdpa's mask contains it.
+    has_window = getattr(module.config, "sliding_window", None) is not None
+    if has_window and "sliding_window" not in kwargs:
         raise UserError(
             f"{type(module).__name__} doesn't tell its sliding window, and so can't run with \"varlen\" on packed "
             "rows: set attn_implementation: sdpa."
@@ -129,11 +133,12 @@ def varlen_attention_forward(
 
 
 def kernel_supports(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's kernel computes this attention on a GPU. Shapes as for [`varlen_attention_forward`]."""
+    """Whether torch's kernel can compute this attention on a GPU. Shapes are as in [`varlen_attention_forward`]."""
     head_dim = query.shape[-1]
+    same_head_dim = value.shape[-1] == head_dim
+    supports_head_dim = head_dim <= 256 and head_dim % 8 == 0
     supports_dtype = value.dtype in (torch.float16, torch.bfloat16)
-    supports_head_dim = head_dim <= 256 and head_dim % 8 == 0 and value.shape[-1] == head_dim
-    return supports_dtype and supports_head_dim and dropout == 0.0
+    return same_head_dim and supports_head_dim and supports_dtype and dropout == 0.0
 
 
 def attend_by_kernel(
@@ -146,17 +151,18 @@ def attend_by_kernel(
     cu_seq_lens: torch.Tensor,
     max_length: int,
 ) -> torch.Tensor:
-    """The output of [`varlen_attention_forward`], by torch's FlashAttention for samples of different lengths.
+    """The output of [`varlen_attention_forward`], computed by torch's FlashAttention for samples of different lengths.
 
-    `torch.nn.attention.varlen` calls the same operator. That module is missing in torch 2.8 and 2.9, and its arguments
-    changed later. The operator has a backward pass, takes fewer heads of keys than of queries, and can be compiled.
+    `torch.nn.attention.varlen` calls the same operator. It isn't used here, since torch 2.8 and 2.9 lack it, and its
+    arguments changed later. The operator has a backward pass, takes fewer heads of keys than of queries, and can be
+    compiled.
     """
     # Under autocast the rotary embedding returns float32 queries and keys, which the kernel doesn't take.
     query = query[0].transpose(0, 1).to(value.dtype).contiguous()  # [sequence_length, num_heads, head_dim]
     key = key[0].transpose(0, 1).to(value.dtype).contiguous()  # [sequence_length, num_key_value_heads, head_dim]
-    value = value[0].transpose(0, 1).contiguous()
+    value = value[0].transpose(0, 1).contiguous()  # like key
 
-    # The number of earlier tokens that a token sees; with -1 it sees all earlier tokens of its sample.
+    # The number of earlier tokens that a token sees. -1 means all earlier tokens of its sample.
     window_size_left = -1 if sliding_window is None else sliding_window - 1
     output, *_ = torch.ops.aten._flash_attention_forward(
         query,
@@ -173,10 +179,10 @@ def attend_by_kernel(
         window_size_left=window_size_left,
         window_size_right=0,
     )
-    return output[None]
+    return output[None]  # [1, sequence_length, num_heads, head_dim]
 
 
-# This isn't compiled, since it reads the samples' lengths: each number of samples would need a graph of its own.
+# This function isn't compiled, since it loops over samples: each number of samples would need a graph of its own.
 @torch.compiler.disable
 def attend_by_sample(
     module: nn.Module,
@@ -189,17 +195,18 @@ def attend_by_sample(
     sliding_window: int | None,
     cu_seq_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """The output of [`varlen_attention_forward`], by sdpa of one sample after the other.
+    """The output of [`varlen_attention_forward`], computed by sdpa of one sample after the other.
 
-    Adjacent samples of the same length are computed in one call. This matters for a blank picture, in which each of
-    hundreds of tokens is a sample.
+    Adjacent samples of the same length are computed in one call. This matters for a blank picture, each of whose
+    hundreds of tokens is a sample by itself (training/collator.py).
     """
     if query.is_cuda:
         warn_of_sdpa(value.dtype, query.shape[-1], dropout)
 
     outputs = []
     start = 0
-    for length, equal_lengths in groupby(cu_seq_lens.diff().tolist()):
+    lengths = cu_seq_lens.diff().tolist()
+    for length, equal_lengths in groupby(lengths):
         num_samples = len(list(equal_lengths))
         end = start + num_samples * length
 
@@ -217,20 +224,20 @@ def attend_by_sample(
         outputs.append(output.flatten(0, 1))
         start = end
 
-    return torch.cat(outputs)[None]
+    return torch.cat(outputs)[None]  # [1, sequence_length, num_heads, head_dim]
 
 
 def sliding_window_mask(length: int, sliding_window: int, device: torch.device) -> torch.Tensor:
     """The mask of a sample, boolean, `(1, 1, length, length)`: true where a query (row) sees a key (column)."""
     positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions  # positive for keys before the query
+    distance = positions[:, None] - positions[None]  # [length, length], positive for keys before the query
     is_seen = (distance >= 0) & (distance < sliding_window)
     return is_seen[None, None]
 
 
 @cache
 def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
-    """Warn that sdpa computes attention because the kernel can't. Thanks to the cache, a warning isn't repeated."""
+    """Warn that sdpa computes attention because the kernel can't. The cache keeps a warning from being repeated."""
     logger.warning(
         'Attention "varlen": the GPU\'s kernel takes bfloat16 and float16, heads of up to 256 in steps of 8, and no '
         "dropout. With %s, heads of %d and dropout %g, sdpa computes one sample after the other, which is slower.",
@@ -241,7 +248,7 @@ def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
 
 
 def default_attention(config: PreTrainedConfig, packed: bool, device: torch.device) -> str:
-    """The attention of a run whose recipe names none: "varlen" for packed rows where it can run, else "sdpa".
+    """The attention of a run if its recipe names none: "varlen" for packed rows if it can run, otherwise "sdpa".
 
     Args:
         config: The language model's config.

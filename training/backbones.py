@@ -1,4 +1,4 @@
-"""Loads the parts of which a NormLlava is composed, and refuses parts that would give other answers in it."""
+"""Loads the parts of which a NormLlava is composed, and refuses parts that would work wrongly in a NormLlava."""
 
 import os
 from typing import Any
@@ -23,10 +23,10 @@ from conversations.tiles import cuts_tiles
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 
 
-# Tokens that language models have but never use in text. One of them can be the image token without a new row in the
-# embeddings.
+# Tokens that language models have but never use in text. If one of them becomes the image token, no embedding has to
+# be added.
 IMAGE_TOKEN_CANDIDATES = ("<image>", "<|image_pad|>", "<|reserved_special_token_0|>", "<unused0>")
-# Each config of a mixture of experts has one of these fields.
+# The config of any mixture of experts has at least one of these fields.
 EXPERT_FIELDS = ("output_router_logits", "n_routed_experts", "moe_num_experts")
 # The config of a vision encoder for pictures of one fixed size has all of these fields, as integers.
 ENCODER_FIELDS = ("image_size", "patch_size", "hidden_size", "num_hidden_layers")
@@ -35,7 +35,7 @@ ENCODER_FIELDS = ("image_size", "patch_size", "hidden_size", "num_hidden_layers"
 def absolute_or_id(name: str) -> str:
     """The absolute path of a folder; a Hub id is returned as it is.
 
-    The model's config records the name, and a relative path such as `a/b` would be taken for a Hub id.
+    The result is for the composed model's config, in which a relative path such as `a/b` would look like a Hub id.
     """
     if os.path.isdir(name):
         return os.path.abspath(name)
@@ -46,8 +46,8 @@ def read_config(path: str) -> Any:
     """The config of a checkpoint.
 
     Raises:
-        UserError: if the config can't be read, or says that the checkpoint is quantized. A composed model would take
-            over this field, and its other parts would be treated as quantized too.
+        UserError: if the config can't be read, or says that the checkpoint is quantized. A composed model would get
+            the field `quantization_config`, and its other parts would be treated as quantized too.
     """
     name = folder_or_id(path)
     with errors_named_after(path):
@@ -58,14 +58,17 @@ def read_config(path: str) -> Any:
 
 
 def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The vision encoder at `path`, without the text encoder that CLIP and SigLIP checkpoints also hold.
+    """The vision encoder at `path`. The text encoder of a CLIP or SigLIP checkpoint is left out.
 
     Raises:
         UserError: if there is no vision encoder for pictures of one fixed size, or if it is quantized.
     """
     config = read_config(path)
-    config = getattr(config, "vision_config", config)
-    has_fixed_size = all(isinstance(getattr(config, name, None), int) for name in ENCODER_FIELDS)
+    config = getattr(config, "vision_config", config)  # CLIP and SigLIP checkpoints have a config with two parts
+    has_fixed_size = True
+    for name in ENCODER_FIELDS:
+        if not isinstance(getattr(config, name, None), int):
+            has_fixed_size = False
     if type(config) not in MODEL_MAPPING or not has_fixed_size:
         raise UserError(
             f"{path}: {config.model_type!r} is no vision encoder for pictures of one fixed size. Of SigLIP2, take a "
@@ -81,7 +84,7 @@ def load_text_model(path: str) -> PreTrainedModel:
     """The causal language model at `path`, in its checkpoint's dtype.
 
     Raises:
-        UserError: if it is no decoder-only language model, is a mixture of experts, or is quantized.
+        UserError: if the model isn't a decoder-only language model, is a mixture of experts, or is quantized.
     """
     config = read_config(path)
     has_vision = hasattr(config, "vision_config")
@@ -102,47 +105,49 @@ def require_hidden_state(vision_model: PreTrainedModel, vision_feature_layer: in
     Raises:
         UserError: if the encoder has no such hidden state. The message names the numbers that it has.
     """
-    depth = vision_model.config.num_hidden_layers
-    has_hidden_state = -depth - 1 <= vision_feature_layer <= depth  # the embeddings' output is number 0
-    if not has_hidden_state:
-        raise UserError(f"vision_feature_layer {vision_feature_layer}: the encoder's are {-depth - 1} to {depth}.")
+    # Hidden state 0 is the output of the embeddings, and each layer adds one. Negative numbers count from the last.
+    last = vision_model.config.num_hidden_layers
+    first = -last - 1
+    if not first <= vision_feature_layer <= last:
+        raise UserError(f"vision_feature_layer {vision_feature_layer}: the encoder's are {first} to {last}.")
 
 
 def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int) -> None:
     """Refuse a `spatial_merge_size` with which the squares of merged patches don't fill the picture.
 
     Raises:
-        UserError: if the size doesn't divide the number of patches along a side. The message names sizes that do.
+        UserError: if the size doesn't divide the number of patches along a picture's side. The message names the sizes
+            that do.
     """
-    num_patches = vision_model.config.image_size // vision_model.config.patch_size
-    if spatial_merge_size < 1 or num_patches % spatial_merge_size != 0:
-        divisors = [str(size) for size in range(1, num_patches + 1) if num_patches % size == 0]
+    patches_per_side = vision_model.config.image_size // vision_model.config.patch_size
+    if spatial_merge_size < 1 or patches_per_side % spatial_merge_size != 0:
+        divisors = [str(size) for size in range(1, patches_per_side + 1) if patches_per_side % size == 0]
         raise UserError(
-            f"spatial_merge_size {spatial_merge_size} doesn't divide the encoder's {num_patches} x {num_patches} "
-            f"patches: take one of {', '.join(divisors)}, or an encoder of another size."
+            f"spatial_merge_size {spatial_merge_size} doesn't divide the encoder's {patches_per_side} x "
+            f"{patches_per_side} patches: take one of {', '.join(divisors)}, or an encoder of another size."
         )
 
 
 def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bool) -> None:
-    """Let an image processor give pictures of the encoder's size.
+    """Change an image processor in place, so that it gives pictures of the encoder's size.
 
-    The image processor always gets a `crop_size`, by which LlavaProcessor counts tokens. SigLIP's image processor
-    has no `crop_size` of its own. DINOv2's on the Hub crops pictures to 224 pixels, although its encoder takes 518.
+    Some need this: DINOv2's image processor on the Hub crops pictures to 224 pixels, although its encoder takes 518.
+    Every image processor gets a `crop_size`, which SigLIP's doesn't have, because LlavaProcessor counts tokens by
+    `crop_size`.
 
     Args:
-        image_processor: The image processor of the encoder, which is changed in place.
-        size: Number of pixels along a side.
+        image_processor: The image processor of the encoder.
+        size: Number of pixels along a side of the pictures that the encoder takes.
         keeps_crop: Whether a processor that crops pictures to their central square goes on to do so. Otherwise it
             squashes them, so that all of a wide picture is seen, as in the paper (arXiv 2512.08374, App. E).
     """
     square = {"height": size, "width": size}
-    crops = bool(getattr(image_processor, "do_center_crop", False))
-    squashes_instead = crops and not keeps_crop
-    if squashes_instead:
+    crops_now = bool(getattr(image_processor, "do_center_crop", False))
+    if crops_now and not keeps_crop:
         image_processor.size = square
-    elif crops and image_processor.crop_size["height"] != size:
-        image_processor.size = {"shortest_edge": size}
-    image_processor.do_center_crop = crops and keeps_crop
+    elif crops_now and image_processor.crop_size["height"] != size:
+        image_processor.size = {"shortest_edge": size}  # the size before the crop
+    image_processor.do_center_crop = crops_now and keeps_crop
     image_processor.crop_size = square
 
 
@@ -167,7 +172,7 @@ def tiling_processor(image_processor: BaseImageProcessor, max_tiles: int) -> Got
 
 
 def describe_shapes(image_processor: BaseImageProcessor) -> str:
-    """A sentence that tells what the image processor does with a picture that isn't square."""
+    """Words for what the image processor does with a picture that isn't square."""
     size = image_processor.crop_size["height"]
     if cuts_tiles(image_processor):
         return (
@@ -181,17 +186,19 @@ def describe_shapes(image_processor: BaseImageProcessor) -> str:
 
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
     """The number of a picture's patches, and of the tokens that the encoder adds to them, such as a CLS token."""
-    pixel_values = image_processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
+    picture = Image.new("RGB", (64, 48))  # any size would do
+    pixel_values = image_processor(picture, return_tensors="pt")["pixel_values"].to(vision_model.dtype)
     with torch.no_grad():
-        num_tokens = vision_model(pixel_values.to(vision_model.dtype)).last_hidden_state.shape[1]
+        hidden_states = vision_model(pixel_values).last_hidden_state  # [1, num_tokens, hidden_size]
 
+    num_tokens = hidden_states.shape[1]
     config = vision_model.config
     num_patches = (config.image_size // config.patch_size) ** 2
     return num_patches, num_tokens - num_patches
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token of the tokenizer that can stand for a picture. If it has none, `<image>` is added to it."""
+    """A token of the tokenizer that can stand for a picture. If there is none, `<image>` is added to the tokenizer."""
     taken = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     for token in IMAGE_TOKEN_CANDIDATES:
         if token in tokenizer.added_tokens_encoder and token not in taken:
@@ -206,8 +213,8 @@ def join_parts(
     """The NormLlava that consists of these parts and a new projector.
 
     Raises:
-        UserError: if the config would not rebuild the language model with the same weights, so that the saved model
-            could not be loaded.
+        UserError: if a model built from the config would not have the language model's weights. The NormLlava could
+            then be saved, but not be loaded again.
     """
     decoder = text_model.get_decoder()
     head = text_model.get_output_embeddings()
@@ -217,8 +224,8 @@ def join_parts(
             rebuilt = NormLlavaForConditionalGeneration(config)
         rebuilt.load_state_dict(model.state_dict(), assign=True)
     except (AttributeError, RuntimeError) as error:
-        # transformers raises an AttributeError if it doesn't find the embeddings to tie, torch a RuntimeError if the
-        # rebuilt model has other weights.
+        # transformers raises an AttributeError if it doesn't find the embeddings to tie. torch raises a RuntimeError
+        # if the rebuilt model has other weights.
         raise UserError(f"{text_model_path}: Llava can't rebuild this language model: {error}") from error
     return model
 
@@ -230,7 +237,7 @@ def require_unchanged_logits(model: NormLlavaForConditionalGeneration, text_mode
     Raises:
         UserError: if a logit differs.
     """
-    input_ids = torch.arange(8)[None]  # any tokens would do
+    input_ids = torch.arange(8)[None]  # [1, 8]; any tokens would do
     logits = model.eval()(input_ids=input_ids).logits
     expected = text_model.eval()(input_ids=input_ids).logits
     if not torch.equal(logits, expected):

@@ -1,8 +1,11 @@
-"""Deals rows into padded or packed batches, so that an epoch has every row once.
+"""Deals the rows of a run into padded or packed batches, so that every epoch has each row once.
 
-With packing, an optimizer step trains on the same samples as it would without. They are joined into one packed row per
-process and accumulation step. These packed rows have nearly the same length, so that no process waits for another, and
-they need no padding.
+In a pass, each process computes the gradient of one batch. An optimizer step adds up the gradients of
+`accumulation_steps` passes.
+
+A packed batch is one packed row, in which several rows of the data set are joined without padding; these are called
+samples. Packing doesn't change which samples an optimizer step trains on. The packed rows of a step have nearly the
+same length, so that no process waits for another.
 """
 
 import heapq
@@ -21,7 +24,8 @@ from conversations.measured import row_lengths
 from training.arguments import RunArguments, TrainingConfig
 
 
-# Model types of decoders whose mask doesn't depend on `position_ids`. They would take a packed row for one sample.
+# Model types of decoders whose attention mask doesn't depend on `position_ids`. They would read a packed row as one
+# long sample.
 DECODERS_WITHOUT_SAMPLE_MASKS = ("biogpt", "bloom", "falcon", "mpt", "xglm")
 
 
@@ -34,26 +38,29 @@ class Batches(Sampler[list[int]]):
         deal: Takes the number of an epoch, and returns the epoch's batches for all processes: the first batch of every
             process, then the second batch of every process, and so on. Every epoch must have the same number of
             batches.
-        args: Hold the number of this process and the number of processes.
+        args: The arguments of training, which tell the number of this process and the number of processes.
     """
 
     def __init__(self, deal: Callable[[int], list[list[int]]], args: TrainingConfig) -> None:
         self._deal = deal
-        self._process = args.process_index
+        self._process_index = args.process_index
         self._num_processes = args.world_size
         self._num_passes = math.ceil(len(deal(0)) / args.world_size)
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch whose batches come next; the first is 0."""
+        """Set the number of the epoch whose batches come next; the first epoch is 0."""
         self._epoch = epoch
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self._deal(self._epoch)
-        for number_of_pass in range(self._num_passes):
-            number = number_of_pass * self._num_processes + self._process
-            yield batches[number] if number < len(batches) else []
+        batches_of_all = self._deal(self._epoch)
+        for pass_index in range(self._num_passes):
+            index = pass_index * self._num_processes + self._process_index
+            if index < len(batches_of_all):
+                yield batches_of_all[index]
+            else:
+                yield []
 
     def __len__(self) -> int:
         return self._num_passes
@@ -65,16 +72,17 @@ def deal_rows(
     """Deal checked rows into batches.
 
     Args:
-        run_args: Hold the global batch size and the packed length.
-        args: Hold the batch size of a process, the seed, and the numbers of epochs and processes.
+        run_args: The arguments of the run, which tell the global batch size and the packed length.
+        args: The arguments of training, which tell the batch size of a process, the seed, and the numbers of epochs
+            and processes.
         rows: The checked rows, or a stream of rows.
-        blank: Number of tokens of a blank picture.
+        blank: Number of tokens of the blank picture that a batch without pictures gets.
 
     Returns:
-        This process's batches (`None` for a stream), and the number of accumulation steps in an optimizer step.
+        This process's batches (`None` for a stream, which makes its own), and the number of accumulation steps.
 
     Raises:
-        UserError: if the rows can't be dealt into global batches of the size that `run_args` ask for.
+        UserError: if `rows` can't be dealt into batches of these sizes.
     """
     if run_args.packed_length is not None:
         return deal_packed(run_args, args, rows, blank)
@@ -100,33 +108,33 @@ def data_seed(args: TrainingConfig) -> int:
 
 
 def count_passes(global_batch_size: int, args: TrainingConfig) -> int:
-    """The number of passes that each process takes for a global batch of padded rows.
+    """The number of passes in which all processes together take `global_batch_size` padded rows.
 
     Raises:
-        UserError: if the global batch is not a whole number of passes.
+        UserError: if that is not a whole number.
     """
-    per_pass = args.per_device_train_batch_size * args.world_size
-    if global_batch_size % per_pass != 0:
+    rows_per_pass = args.per_device_train_batch_size * args.world_size
+    if global_batch_size % rows_per_pass != 0:
         raise UserError(
             f"global_batch_size {global_batch_size} is not a multiple of per_device_train_batch_size "
             f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
         )
-    return global_batch_size // per_pass
+    return global_batch_size // rows_per_pass
 
 
 def deal_packed(
     run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, blank: int
 ) -> tuple[Batches, int]:
-    """Deal checked rows into packed batches; arguments and results are those of [`deal_rows`]."""
+    """Deal checked rows into packed batches, with the arguments and results of [`deal_rows`]."""
     samples_per_step = run_args.global_batch_size
     packed_length = run_args.packed_length
     assert samples_per_step is not None  # check_arguments has refused packing without a global batch size
     assert packed_length is not None
 
-    num_epochs = args.num_train_epochs
-    if args.max_steps > 0:
+    num_epochs = math.ceil(args.num_train_epochs)
+    if args.max_steps > 0:  # then Trainer ignores num_train_epochs
         steps_per_epoch = math.ceil(len(rows) / samples_per_step)
-        num_epochs = args.max_steps / steps_per_epoch
+        num_epochs = math.ceil(args.max_steps / steps_per_epoch)
 
     seed = data_seed(args)
     accumulation_steps = plan_packing(
@@ -134,7 +142,7 @@ def deal_packed(
         blank,
         samples_per_step=samples_per_step,
         num_processes=args.world_size,
-        seeds=range(seed, seed + math.ceil(num_epochs)),
+        seeds=range(seed, seed + num_epochs),
         packed_length=packed_length,
     )
     lengths = row_lengths(rows)
@@ -154,7 +162,7 @@ def deal_packed(
 def deal_held_out(args: TrainingConfig, num_rows: int) -> Batches:
     """This process's batches of held-out rows.
 
-    The rows keep their order, and which rows form a batch doesn't depend on the number of processes.
+    The rows keep their order. Each batch has the same rows for any number of processes.
     """
     batch_size = args.per_device_eval_batch_size
     batches = []
@@ -165,14 +173,16 @@ def deal_held_out(args: TrainingConfig, num_rows: int) -> Batches:
 
 
 def padded_batches(num_rows: int, batch_size: int, num_processes: int, seed: int) -> list[list[int]]:
-    """The padded batches of an epoch, in the order that [`Batches`] takes.
+    """The padded batches of an epoch, as lists of row numbers, in the order that [`Batches`] takes.
 
-    If the last rows don't fill a batch of each process, they are split evenly over the processes.
+    If the last rows are too few for a full batch in each process, they are split evenly over the processes.
     """
     order = random_order(num_rows, seed)
-    per_pass = batch_size * num_processes
+    rows_per_pass = batch_size * num_processes
+    pass_borders = range(rows_per_pass, num_rows, rows_per_pass)
+
     batches = []
-    for rows_of_pass in np.split(order, range(per_pass, num_rows, per_pass)):
+    for rows_of_pass in np.split(order, pass_borders):
         for rows in np.array_split(rows_of_pass, num_processes):
             batches.append(rows.tolist())
     return batches
@@ -191,13 +201,18 @@ def packed_batches(
         seed: The seed of the order of samples in this epoch.
     """
     order = random_order(len(lengths), seed)
-    batches = []
-    for samples in np.split(order, range(samples_per_step, len(order), samples_per_step)):
-        # Each packed row gets at least one sample, as long as there are enough for one row of each process.
-        num_passes = max(min(accumulation_steps, len(samples) // num_processes), 1)
-        for row in partition_samples(lengths[samples].tolist(), num_passes * num_processes):
-            batches.append(samples[row].tolist())
-    return batches
+    step_borders = range(samples_per_step, len(order), samples_per_step)
+
+    packed_rows = []
+    for samples in np.split(order, step_borders):
+        # An incomplete last step takes fewer passes if otherwise some packed rows would get no sample. It takes at
+        # least one pass, in which some processes may get no sample.
+        num_passes = min(accumulation_steps, len(samples) // num_processes)
+        num_passes = max(num_passes, 1)
+
+        for positions in partition_samples(lengths[samples].tolist(), num_passes * num_processes):
+            packed_rows.append(samples[positions].tolist())
+    return packed_rows
 
 
 def random_order(count: int, seed: int) -> np.ndarray:
@@ -207,32 +222,39 @@ def random_order(count: int, seed: int) -> np.ndarray:
 
 
 def partition_samples(lengths: list[int], num_rows: int) -> list[list[int]]:
-    """Deal samples into packed rows of nearly the same length.
+    """Deal the samples of a step into `num_rows` packed rows of nearly the same length.
 
     The longest sample is dealt first. Each sample goes to the row that is the shortest at that moment.
 
-    Returns:
-        The sample numbers of each row, in rising order. The longest row comes first.
-    """
-    longest_first = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
-    # A heap of each row's length, number and samples. Of two rows of the same length, the lower number comes first.
-    rows: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_rows)]
-    for sample in longest_first:
-        length, number, members = heapq.heappop(rows)
-        members.append(sample)
-        heapq.heappush(rows, (length + lengths[sample], number, members))
+    Args:
+        lengths: Number of tokens of each sample.
+        num_rows: Number of packed rows.
 
-    rows.sort(key=lambda row: (-row[0], row[1]))
-    return [sorted(members) for _, _, members in rows]
+    Returns:
+        The indices into `lengths` of each row's samples, in rising order. The longest row comes first.
+    """
+    packed_rows: list[list[int]] = [[] for _ in range(num_rows)]
+    heap = [(0, row) for row in range(num_rows)]  # the length of each row, and its number
+    longest_first = sorted(range(len(lengths)), key=lambda sample: lengths[sample], reverse=True)
+    for sample in longest_first:
+        length, row = heapq.heappop(heap)  # the shortest row
+        packed_rows[row].append(sample)
+        heapq.heappush(heap, (length + lengths[sample], row))
+
+    def packed_length(samples: list[int]) -> int:
+        return sum(lengths[sample] for sample in samples)
+
+    packed_rows.sort(key=packed_length, reverse=True)
+    return [sorted(samples) for samples in packed_rows]
 
 
 def plan_packing(
     rows: Dataset, blank: int, samples_per_step: int, num_processes: int, seeds: Sequence[int], packed_length: int
 ) -> int:
-    """The smallest number of accumulation steps with which no packed row is too long.
+    """The smallest number of accumulation steps with which no packed row of a run is too long.
 
     Args:
-        rows: The samples, with columns `length` and `num_tiles`.
+        rows: The samples, with columns `length` (number of tokens) and `num_tiles`.
         blank: Number of tokens of the blank picture that a packed row without pictures gets.
         samples_per_step: Number of samples in an optimizer step over all processes.
         num_processes: Number of processes.
@@ -253,15 +275,15 @@ def plan_packing(
 
     def all_rows_fit(accumulation_steps: int) -> bool:
         for seed in seeds:
-            epoch = packed_batches(lengths, samples_per_step, num_processes, accumulation_steps, seed)
-            if not all(fits(samples) for samples in epoch):
+            packed_rows = packed_batches(lengths, samples_per_step, num_processes, accumulation_steps, seed)
+            if not all(fits(samples) for samples in packed_rows):
                 return False
         return True
 
+    # The number of tokens of the longest sample, if it had a packed row to itself.
     longest = int(np.where(has_images, lengths, lengths + blank).max())
     if longest <= packed_length:
-        # Each packed row needs at least one sample.
-        most_steps = samples_per_step // num_processes
+        most_steps = samples_per_step // num_processes  # each packed row needs at least one sample
         for accumulation_steps in range(1, most_steps + 1):
             if all_rows_fit(accumulation_steps):
                 return accumulation_steps
@@ -275,15 +297,19 @@ def plan_packing(
 def require_separate_samples(config: PreTrainedConfig) -> None:
     """Refuse a decoder in which a sample of a packed row influences other samples of the row.
 
-    Convolutions and state spaces mix samples, and so does attention whose mask doesn't depend on positions.
+    Convolutions and state spaces do so, and so does attention whose mask doesn't depend on positions.
+
+    Args:
+        config: The config of the decoder.
 
     Raises:
         UserError: if the decoder has such layers or such a mask.
     """
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    other_layers = layer_types - {"full_attention", "sliding_attention"}
+    layer_types = set(getattr(config, "layer_types", None) or ())  # older decoders don't list their layers
+    has_other_layers = not layer_types <= {"full_attention", "sliding_attention"}
     has_state = MODEL_MAPPING[type(config)]._is_stateful
-    if other_layers or has_state or config.model_type in DECODERS_WITHOUT_SAMPLE_MASKS:
+    lacks_sample_masks = config.model_type in DECODERS_WITHOUT_SAMPLE_MASKS
+    if has_other_layers or has_state or lacks_sample_masks:
         raise UserError(
             f"packed_length: the decoder ({config.model_type}) mixes the samples of a packed row, in layers that are "
             "not attention or by its mask. Remove packed_length, and give per_device_train_batch_size."

@@ -1,7 +1,7 @@
 """The output folder of a run: its lock, its checkpoints and its result.
 
-Checkpoints and the result are written into a folder of their own, `.saving`, and renamed when they are complete. So a
-run that is killed while it writes leaves no half-written checkpoint.
+Checkpoints and the result are written in a separate folder, `.saving`, and moved to their place when they are
+complete. So a run that is killed while it writes leaves no half-written checkpoint.
 """
 
 import fcntl
@@ -29,26 +29,29 @@ from training.run import RUN_FILE, Run
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "trainer_state.json"
+STATE_FILE = "trainer_state.json"  # Trainer's file
 LOCK_FILE = ".lock"
 SAVING_FOLDER = ".saving"
+# The folder for later checkpoints than the one that a run was resumed from.
 SUPERSEDED_FOLDER = "superseded"
 
 
 @contextmanager
 def lock_output_dir(output_dir: Path) -> Iterator[None]:
-    """Lock a folder within the block, so that no other run uses it. The system unlocks it however the process ends.
+    """A block in which the folder is locked, so that no other run uses it.
+
+    However the process ends, the system unlocks the folder.
 
     Raises:
-        UserError: if another run has locked it.
+        UserError: if another run has locked the folder.
     """
     is_new = not output_dir.exists()
     output_dir.mkdir(parents=True, exist_ok=True)
     with (output_dir / LOCK_FILE).open("w") as file:
         try:
-            # lockf, not flock: a worker that outlives the run would keep holding a flock, which it inherits.
+            # lockf, not flock: worker processes inherit a flock, and a worker that outlives the run would keep it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:  # which of the two depends on the system
+        except (BlockingIOError, PermissionError) as error:  # the system decides which of the two
             raise UserError(f"output_dir {output_dir} is in use by another run.") from error
         except OSError as error:  # some network file systems have no locks
             logger.warning("%s can't be locked (%s): start no other run in it.", output_dir, error)
@@ -56,7 +59,7 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # A run that was refused before it wrote anything leaves no folder behind.
+            # A run that was refused before it wrote anything leaves no new folder behind.
             file_names = [path.name for path in output_dir.iterdir()]
             if is_new and file_names == [LOCK_FILE]:
                 shutil.rmtree(output_dir, ignore_errors=True)
@@ -94,7 +97,7 @@ def find_checkpoint(output_dir: Path, resume: str | bool | None) -> Path | None:
 
 
 def _find_newest_checkpoint(output_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a folder; `None` if the folder is empty or holds a result alone.
+    """The newest complete checkpoint of a folder; `None` if the folder is empty, or holds only a run's result.
 
     Raises:
         UserError: if the folder holds a model or checkpoints, but neither a complete checkpoint nor a run's result.
@@ -113,12 +116,14 @@ def _find_newest_checkpoint(output_dir: Path) -> Path | None:
 def _holds_run_or_model(output_dir: Path) -> bool:
     # The pattern matches a model's config.json and an adapter's adapter_config.json.
     has_config = any(output_dir.glob("*config.json"))
-    return has_config or bool(list_checkpoints(output_dir))
+    has_checkpoint = len(list_checkpoints(output_dir)) > 0
+    return has_config or has_checkpoint
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints of a run, complete or not, the newest first."""
-    return [Path(path) for path in reversed(sort_checkpoints(str(output_dir)))]
+    oldest_first = sort_checkpoints(str(output_dir))
+    return [Path(path) for path in reversed(oldest_first)]
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -133,7 +138,8 @@ def is_complete(checkpoint: Path) -> bool:
     except UserError:
         return False
     # A run with `save_only_model` saves no scheduler, so it can't be resumed.
-    return num_steps == checkpoint_step(checkpoint) and (checkpoint / "scheduler.pt").exists()
+    has_scheduler = (checkpoint / "scheduler.pt").exists()
+    return has_scheduler and num_steps == checkpoint_step(checkpoint)
 
 
 @dataclass(frozen=True)
@@ -144,9 +150,9 @@ class TrainerProgress:
 
 
 def steps_done(folder: Path) -> int:
-    """The optimizer steps that `trainer_state.json` records in a folder; 0 if the folder has no such file.
+    """The number of optimizer steps that `trainer_state.json` in a folder records; 0 if the folder has no such file.
 
-    The file stands in every checkpoint, and in the output folder of a finished run.
+    Every checkpoint has this file, and so does the output folder of a finished run.
 
     Raises:
         UserError: if the file is incomplete.
@@ -158,9 +164,11 @@ def steps_done(folder: Path) -> int:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The step in a checkpoint's name; -1 if the name has none."""
-    number = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    return int(number) if number.isdigit() else -1
+    """The step in a checkpoint's name, such as 40 in "checkpoint-40"; -1 if the name has no step."""
+    step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    if not step.isdigit():
+        return -1
+    return int(step)
 
 
 def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str, Any]:
@@ -168,7 +176,7 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
 
     Args:
         output_dir: The run's folder.
-        resume: As for [`find_checkpoint`].
+        resume: A checkpoint's path, `True` for the newest complete checkpoint, or `None` to start anew.
     """
     folders: list[Path] = []
     if resume is True:
@@ -186,8 +194,9 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
 
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
     """Move what a run wrote after the checkpoint that it resumes from into a numbered folder in `superseded`."""
-    later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > checkpoint_step(checkpoint)]
-    # The state in the output folder itself marks the run as finished.
+    first_step = checkpoint_step(checkpoint)
+    later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > first_step]
+    # A state file in the output folder itself would mark the run as finished.
     if (output_dir / STATE_FILE).exists():
         later.append(output_dir / STATE_FILE)
     if not later:
@@ -207,7 +216,7 @@ def move_superseded(output_dir: Path, checkpoint: Path) -> None:
 
 @contextmanager
 def open_saving_folder(output_dir: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """Give the block an empty folder for all processes to write into, and wait after it until all have written.
+    """A block with an empty folder for all processes to write into. After the block, each waits for all others.
 
     Every process must enter the block.
     """
@@ -220,7 +229,7 @@ def open_saving_folder(output_dir: Path, accelerator: Accelerator) -> Iterator[P
 
 
 def publish_checkpoint(folder: Path, destination: Path) -> None:
-    """Write a complete folder's files through to the disk, and give the folder a checkpoint's name in one step."""
+    """Write a complete checkpoint's files through to the disk, and move its folder to its place in one step."""
     _flush_to_disk(folder)
     os.rename(folder, destination)
 
@@ -228,8 +237,8 @@ def publish_checkpoint(folder: Path, destination: Path) -> None:
 def publish_result(folder: Path, output_dir: Path) -> None:
     """Move the files of a complete folder into the run's output folder."""
     _flush_to_disk(folder)
-    # config.json makes the folder a model, so it follows the model's files. The trainer's state marks the run as
-    # finished, so it follows everything.
+    # config.json makes the folder a model, so it is moved after the model's files. The trainer's state marks the run
+    # as finished, so it is moved last of all.
     last_names = ["config.json", STATE_FILE]
     first_names = sorted(path.name for path in folder.iterdir() if path.name not in last_names)
     for name in [*first_names, *last_names]:
@@ -255,20 +264,21 @@ def _flush_to_disk(folder: Path) -> None:
 def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any, folder: Path) -> None:
     """Save the gathered weights of a model that FSDP2 shards, as a folder that `from_pretrained` loads."""
     # FSDP2 gives a model a class made at run time, which has no source file for `save_pretrained` to copy. So an
-    # empty model of the original class saves the weights.
-    model_class: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    # empty model of the original class saves the weights. The original class is a base of the new one.
+    original_classes = [base for base in type(model).__mro__ if not issubclass(base, FSDPModule)]
+    model_class: Any = original_classes[0]
     with torch.device("meta"), no_init_weights():
         whole = model_class._from_config(model.config)
     whole.generation_config = model.generation_config
 
-    tied_names = set(whole.all_tied_weights_keys)
+    tied_names = set(whole.all_tied_weights_keys)  # such as a head that shares the embedding's weight
     untied_weights = {name: tensor for name, tensor in weights.items() if name not in tied_names}
     whole.save_pretrained(folder, state_dict=untied_weights)
     processor.save_pretrained(folder)
 
 
 def copy_record(source: Path, destination: Path) -> None:
-    """Copy the files that record a model's training, which its model card is made from, into another folder.
+    """Copy the files that record a model's training into another folder. The model card is made from them.
 
     Files that `source` lacks are left out.
     """
@@ -281,9 +291,9 @@ def copy_record(source: Path, destination: Path) -> None:
 
 
 def check_weights(checkpoint: Path, model: Any) -> None:
-    """Check that a checkpoint's weights have the names of the model's weights. Trainer would only warn.
+    """Check that a checkpoint's weights have the names of the model's weights: Trainer would only warn.
 
-    A checkpoint with sharded weights, which holds no safetensors file, is not checked.
+    A checkpoint with sharded weights, which has no safetensors file, is not checked.
 
     Raises:
         UserError: if names differ. The message lists them.
@@ -301,6 +311,7 @@ def check_weights(checkpoint: Path, model: Any) -> None:
 
         model_names = set(get_peft_model_state_dict(model))
 
+    # A checkpoint may leave tied weights out.
     tied_names = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = sorted(model_names - saved_names - tied_names)
     unexpected = sorted(saved_names - model_names - tied_names)

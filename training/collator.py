@@ -1,4 +1,4 @@
-"""Makes a padded or packed batch of tokenized rows and their pictures."""
+"""Makes a padded or packed batch from tokenized rows and their pictures."""
 
 from dataclasses import dataclass
 
@@ -20,68 +20,74 @@ class VisionLanguageCollator:
 
     A padded batch has `input_ids`, `attention_mask` and `labels`, each `(batch_size, sequence_length)`.
 
-    A packed batch has all samples in one row. `input_ids`, `labels` and `position_ids` are `(1, sequence_length)`, and
-    positions restart at each sample. There is no `attention_mask`. As in transformers, `cu_seq_lens_q`,
-    `cu_seq_lens_k`, `max_length_q` and `max_length_k` tell attention kernels where samples begin.
+    A packed batch joins the given rows, then called samples, into a single row. `input_ids`, `labels` and
+    `position_ids` are `(1, sequence_length)`, and positions restart at 0 in each sample. There is no `attention_mask`.
+    As in transformers, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` tell attention kernels
+    where samples begin.
 
-    Both have `pixel_values` `(num_tiles, 3, height, width)`, in the order of the image tokens. A picture that isn't
-    cut into tiles is one tile.
+    Every batch has `pixel_values` `(num_tiles, 3, height, width)`, in the order of the image tokens. A picture that
+    isn't cut into tiles is one tile.
 
     A batch without pictures gets a blank picture, and so does a batch without rows. No other token sees the tokens of
-    the blank picture, and they have no labels, so that the picture changes no result. Without it the projector would
-    not take part in the loss: a stage that trains only the projector would get no gradient, and parallel processes
-    would deadlock.
+    the blank picture, and they have no labels, so that the blank picture changes no result. Without a picture the
+    projector would not take part in the loss: a stage that trains only the projector would get no gradient, and
+    parallel processes would deadlock.
 
     Args:
-        tokenize: The tokenizer of rows that made the rows' tokens.
-        packed: Whether to join the rows of a batch into one row.
+        tokenize: The [`RowTokenizer`] that has tokenized the rows.
+        packed: Whether to make packed batches.
     """
 
     tokenize: RowTokenizer
     packed: bool = False
 
     def __call__(self, rows: list[Row]) -> Inputs:
-        """Collate `rows`.
+        """The batch of `rows`, whose pictures are opened here.
 
         Raises:
             BadRowError: if a row has an unreadable picture.
         """
         samples = [self._expand(row) for row in rows]
-        images = [image for row in rows for image in open_images(row)]
+        images: list[Image.Image] = []
+        for row in rows:
+            images += open_images(row)
+
         if self.packed:
             batch = self._pack(samples, has_images=bool(images))
         else:
             batch = self._pad(samples, has_images=bool(images))
+
         batch["pixel_values"] = self.process_images(images)
         return batch
 
     def _expand(self, row: Row) -> dict[str, list[int]]:
-        """A row's tokens and labels, in which one image token for each feature of a picture stands for the picture."""
+        """A row's tokens and labels, in which each picture has all of its image tokens instead of only one."""
         input_ids = self.tokenize.repeat_at_pictures(row["input_ids"], row)
         labels = self.tokenize.repeat_at_pictures(row["labels"], row)
         return {"input_ids": input_ids, "labels": labels}
 
     def _pack(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
-        """Join samples into one row."""
+        """The packed batch of `samples`, with the blank picture's tokens at its end if there are no images."""
         if not has_images:
-            # Each token of the blank picture becomes a sample of its own, so that no other token sees it. Samples of
-            # a single token also tell a blank picture from a real picture.
+            # Each token of the blank picture becomes a sample of its own, so that no other token sees it. The
+            # diagnostics also recognize a blank picture by its samples of a single token.
             image_id = self.tokenize.processor.image_token_id
             blank_token = {"input_ids": [image_id], "labels": [IGNORED]}
             samples = samples + [blank_token] * self.tokenize.tokens_per_tile
 
         batch = DataCollatorForLanguageModeling(self._pad_id, padding_free=True)(samples)
-        batch.pop("seq_idx", None)  # only linear attention reads it, and packing refuses such decoders
+        batch.pop("seq_idx", None)  # only linear attention reads seq_idx, and packing refuses such decoders
         return batch
 
     def _pad(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
-        """Pad samples to the length of the longest, and put a blank picture after it if no sample has one."""
+        """The padded batch of `samples`, with the blank picture's tokens at its end if there are no images."""
         if not samples:
             # Attention needs at least one token that isn't masked.
             samples = [{"input_ids": [self._pad_id], "labels": [IGNORED]}]
         batch = DataCollatorForLanguageModeling(self._pad_id)(samples)
 
         if not has_images:
+            # Every row gets more masked padding on the right, and in the first row this padding becomes image tokens.
             num_blank = self.tokenize.tokens_per_tile
             batch["input_ids"] = pad(batch["input_ids"], (0, num_blank), value=self._pad_id)
             batch["labels"] = pad(batch["labels"], (0, num_blank), value=IGNORED)
@@ -97,7 +103,7 @@ class VisionLanguageCollator:
         """The `pixel_values` of `images`, or of a blank picture if `images` is empty."""
         image_processor = self.tokenize.processor.image_processor
         if not images:
-            size = image_processor.crop_size
+            size = image_processor.crop_size  # which compose gives to every image processor
             images = [Image.new("RGB", (size["width"], size["height"]))]
         options = tile_options(image_processor, self.tokenize.max_tiles)
         return image_processor(images, return_tensors="pt", **options)["pixel_values"]

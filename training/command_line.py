@@ -1,4 +1,4 @@
-"""Reads a run's fields from the recipe that `--config` names, and from options of the command line, which win."""
+"""Reads a run's fields from the recipe that `--config` names and from the command line, which wins over the recipe."""
 
 import argparse
 import os
@@ -36,7 +36,7 @@ PATH_FIELDS = (
 
 
 def build_parser() -> TrlParser:
-    """The parser of all fields of a run. [`build_recipe_parser`] has `--config`, the option that names a recipe."""
+    """The parser of all fields of a run. `--config`, which names a recipe, is parsed by [`build_recipe_parser`]."""
     return TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
 
 
@@ -69,7 +69,8 @@ def read_fields(parser: TrlParser, argv: Sequence[str] | None = None) -> dict[st
     known, options = build_recipe_parser().parse_known_args(argv)
     for word in options:
         if word.startswith("--"):
-            refuse_renamed_field(word.removeprefix("--").split("=")[0])
+            name = word.removeprefix("--").split("=")[0]  # "--warmup_ratio=0.03" -> "warmup_ratio"
+            refuse_renamed_field(name)
 
     # Recipe and command line are first parsed separately, so that the message about a wrong field of the recipe names
     # the recipe.
@@ -80,7 +81,7 @@ def read_fields(parser: TrlParser, argv: Sequence[str] | None = None) -> dict[st
     parse(parser, options)
 
     # If an option is given twice, argparse takes the later one. So the command line's options come last.
-    fields = vars(parse(parser, [*recipe_options, *options]))
+    fields: dict[str, Any] = vars(parse(parser, recipe_options + options))
     for name in PATH_FIELDS:
         if fields[name] is not None:
             fields[name] = os.path.expanduser(fields[name])
@@ -101,9 +102,9 @@ def make_arguments(parser: TrlParser, fields: dict[str, Any]) -> tuple[RunArgume
 
 
 def read_recipe(path: Path, parser: TrlParser) -> list[str]:
-    """Turn a recipe's fields into options of the command line, whose types and choices argparse checks.
+    """Turn a recipe's fields into options of the command line, so that argparse checks their types and choices.
 
-    Lists and mappings can't be written as options. They become the parser's defaults.
+    Lists and mappings can't be written as options. They become defaults of `parser`.
 
     Raises:
         UserError: if the recipe is not a mapping of fields to values, if a field has been renamed, or if a field that
@@ -113,35 +114,36 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
         try:
             recipe = yaml.safe_load(file)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            problem = " ".join(str(error).split())  # in one line; a YAML error has several
+            problem = " ".join(str(error).split())  # in one line; a YAML error has several lines
             raise UserError(f"--config {path} is not YAML: {problem}") from error
+
     is_valid = isinstance(recipe, dict) and None not in recipe.values()
     if not is_valid:
         raise UserError(f"--config {path} must be a mapping of fields to values; leave out what has none.")
     for name in recipe:
         refuse_renamed_field(name)
 
-    nested = {name: value for name, value in recipe.items() if isinstance(value, list | dict)}
-    for name, list_or_mapping in nested.items():
+    lists_and_mappings = {name: value for name, value in recipe.items() if isinstance(value, list | dict)}
+    for name, list_or_mapping in lists_and_mappings.items():
         if not takes_type(name, type(list_or_mapping)):
-            kind_name = "list" if isinstance(list_or_mapping, list) else "mapping"
-            raise UserError(f"--config {path}: {name} can't be a {kind_name}, got {list_or_mapping!r}.")
-    # A field that the parser doesn't know comes back as an option, which the parser refuses later.
-    options = parser.set_defaults_with_config(**nested)
+            type_name = "list" if isinstance(list_or_mapping, list) else "mapping"
+            raise UserError(f"--config {path}: {name} can't be a {type_name}, got {list_or_mapping!r}.")
+    # This returns the fields that the parser doesn't know, as options. The parser refuses them later.
+    options = parser.set_defaults_with_config(**lists_and_mappings)
 
-    choices = {action.dest: action.choices or () for action in parser._actions}
+    # YAML reads a bare `no` as false. Fields such as eval_strategy have "no" among their choices.
+    fields_with_no = [action.dest for action in parser._actions if "no" in (action.choices or ())]
     for name, value in recipe.items():
-        if name in nested:
+        if name in lists_and_mappings:
             continue
-        # YAML reads a bare `no` as false. Fields such as eval_strategy have "no" among their choices.
-        if value is False and "no" in choices.get(name, ()):
+        if value is False and name in fields_with_no:
             value = "no"
         options.append(f"--{name}={value}")
     return options
 
 
-def takes_type(name: str, kind: type) -> bool:
-    """Whether the field with this name may be of a type, `list` or `dict`. An unknown field passes."""
+def takes_type(name: str, wanted_type: type) -> bool:
+    """Whether the field with this name may be a `list` or a `dict`, given as `wanted_type`. An unknown field may."""
     annotations = get_type_hints(RunArguments) | get_type_hints(TrainingConfig)
     if name not in annotations:
         return True
@@ -149,8 +151,9 @@ def takes_type(name: str, kind: type) -> bool:
     annotation = annotations[name]
     members = [annotation]
     if get_origin(annotation) in (Union, UnionType):
-        members = list(get_args(annotation))
-    return any(member is kind or get_origin(member) is kind for member in members)
+        members = list(get_args(annotation))  # of `list[str] | None` these are `list[str]` and `None`
+    types = [get_origin(member) or member for member in members]  # of `list[str]` this is `list`
+    return wanted_type in types
 
 
 def refuse_renamed_field(name: str) -> None:
@@ -159,6 +162,7 @@ def refuse_renamed_field(name: str) -> None:
     Raises:
         UserError: if it is an old name. The message says what to give instead.
     """
-    replacement = RENAMED_FIELDS.get(name.replace("-", "_"))
+    name_with_underscores = name.replace("-", "_")
+    replacement = RENAMED_FIELDS.get(name_with_underscores)
     if replacement is not None:
         raise UserError(f"{name} is gone: {replacement}.")

@@ -1,7 +1,7 @@
 """Compiles the decoder's layers one by one, since the whole model would break into dozens of graphs.
 
-On a CPU, attention "varlen" isn't compiled (training/attention.py), and so it breaks a layer's graph in two. If the
-layer is checkpointed too, torch compiles none of it, since it can't break a graph inside a checkpoint.
+On a CPU, attention "varlen" isn't compiled (training/attention.py), and so it breaks a layer's graph in two. With
+gradient checkpointing, torch then compiles nothing of the layer, since it can't break a graph inside a checkpoint.
 """
 
 from collections.abc import Iterable
@@ -14,17 +14,17 @@ from torch import nn
 def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
     """Let each decoder layer run compiled while it is in training mode.
 
-    All layers and rows of any length share the same graphs. Only a layer's `forward` is replaced, so the names of
-    weights stay, and hooks on the layer are called as before. Hooks on modules inside a layer are called only in eval
-    mode, in which the layer doesn't run compiled.
+    The same graphs serve all layers, and rows of any length. Only a layer's `forward` is replaced, so that weights
+    keep their names and hooks on the layer are called as before. Hooks on modules inside a layer are called only in
+    eval mode, in which the layer doesn't run compiled.
 
     Args:
-        layers: The layers. If they are to be sharded, they must be sharded already: FSDP2 replaces their class, by
-            which transformers decides whether to checkpoint them.
+        layers: The layers. Under FSDP2 they must be sharded already, because sharding replaces their class, by which
+            transformers decides whether to checkpoint them.
         backend: The backend for `torch.compile`.
     """
-    # Under DDP, torch would split a layer's graph at the borders of DDP's buckets. Older versions fail to split the
-    # graph of a checkpointed layer.
+    # Under DDP, torch would split a layer's graph at the borders of DDP's buckets, which fails in older versions of
+    # torch if the layer is checkpointed.
     torch._dynamo.config.optimize_ddp = False
 
     for layer in layers:

@@ -4,8 +4,8 @@
         --text_model Qwen/Qwen2.5-7B-Instruct --output_dir checkpoints/composed
     python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --output_dir checkpoints/composed
 
-With `--captions`, the first command also aligns the new projector. Both commands try the model on a picture, print the
-norms at the modality interface before and after the norm, and write a complete checkpoint folder.
+With `--captions`, the first command also aligns the new projector. Both commands try the model on a picture, print how
+large image tokens are before and after the projector's norm, and write a complete checkpoint folder.
 """
 
 import argparse
@@ -70,24 +70,25 @@ def compose(
     spatial_merge_size: int = 1,
     max_tiles: int = 1,
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava from a vision encoder and a language model, with a new projector.
+    """A NormLlava from a vision encoder and a language model, with a new projector, and its processor.
 
-    Below, T is the L2 norm that text has at the modality interface.
+    Below, T is the L2 norm of text embeddings at the decoder's input.
 
     Args:
         vision_model_path, text_model_path: Folders or Hub ids of the parts.
-        projector_norm: The kind of norm, a field of [`NormLlavaConfig`].
-        align_norm: Whether the norm starts with gains that give image tokens the norm T. Otherwise gains start at 1.
+        projector_norm: The kind of norm layer at the projector's end, a field of [`NormLlavaConfig`].
+        align_norm: Whether the norm layer's gains start so that image tokens have the L2 norm T. Otherwise gains start
+            at 1.
         vision_feature_layer: The number of the encoder's hidden state that the projector reads.
         seed: The seed of new weights.
-        scale_projector: Whether to scale a projector without a norm, so that image tokens start at T.
-        norm_target_ratio: A factor of T: with 2, the norm starts at 2 T.
+        scale_projector: Whether to scale a projector without a norm layer, so that image tokens start at T.
+        norm_target_ratio: A factor of T: with 2, image tokens start at 2 T.
         center_crop: Whether to crop pictures as the encoder's own processor does. Otherwise they are squashed.
         spatial_merge_size: Number of patches along each side of the squares that are joined into one image token.
         max_tiles: The largest number of tiles that a picture is cut into; 1 leaves pictures whole.
 
     Raises:
-        UserError: if the parts or the arguments don't fit. It names the field, weight or argument.
+        UserError: if the parts or the arguments don't fit. The message names the field, weight or argument.
     """
     if scale_projector and projector_norm != "none":
         raise UserError("scale_projector scales a projector without a norm; a norm's gain sets where it starts.")
@@ -105,28 +106,32 @@ def compose(
         # `generate` needs batches that are padded on the left.
         tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")
 
-    # Make the config.
     fit_processor(image_processor, vision_model.config.image_size, keeps_crop=center_crop)
     if max_tiles > 1:
         image_processor = tiling_processor(image_processor, max_tiles)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
+
+    # Measure the norm that image tokens start at.
     target = None
     if align_norm and projector_norm != "none":
         # T is measured before embeddings of new tokens are added, which would change it.
         target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
 
-    # All random weights are made below: the embeddings of new tokens, and then the projector.
+    # Choose the image token. New tokens get random embeddings, the first random weights that are made here.
     torch.manual_seed(seed)
     image_token = choose_image_token(tokenizer)  # this may add a token
-    if len(tokenizer) > text_model.get_input_embeddings().weight.shape[0]:
-        text_model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+    num_embeddings = text_model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > num_embeddings:
+        text_model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)  # a size that GPUs are fast with
 
+    # Join the parts. "default" leaves out the first feature of a picture, such as a CLS token; "full" keeps all.
+    select_strategy = "default" if num_additional else "full"
     config = NormLlavaConfig(
         vision_config=vision_model.config,
         text_config=text_model.config,
         image_token_index=tokenizer.convert_tokens_to_ids(image_token),
         image_seq_length=num_patches // spatial_merge_size**2,
-        vision_feature_select_strategy="default" if num_additional else "full",
+        vision_feature_select_strategy=select_strategy,
         vision_feature_layer=vision_feature_layer,
         spatial_merge_size=spatial_merge_size,
         projector_norm=projector_norm,
@@ -137,15 +142,18 @@ def compose(
     )
     model = join_parts(config, vision_model, text_model, text_model_path)
 
-    # Initialize the new weights.
+    # Initialize the projector.
     projector = model.model.multi_modal_projector
     for linear in (projector.linear_1, projector.linear_2):
         linear.reset_parameters()  # as in LLaVA; transformers' std of 0.02 would be too small in narrow models
     projector.to(text_model.dtype)
 
+    # Check that the language model is unchanged, and make the processor.
     require_unchanged_logits(model, text_model)
     model.generation_config = text_model.generation_config
-    processor = complete(model, image_processor, tokenizer, image_token, num_additional)
+    processor = make_processor(model, image_processor, tokenizer, image_token, num_additional)
+    complete_generation(model, tokenizer)
+    try_picture(model, processor)
     if scale_projector:
         scale_to_text(model, processor)
     return model, processor
@@ -154,19 +162,21 @@ def compose(
 def convert_llava(
     llava_model_path: str, projector_norm: str = "gwc", *, align_norm: bool = True, norm_target_ratio: float = 1.0
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava from a Llava checkpoint, which keeps all weights and gets a new norm.
+    """A NormLlava from a Llava checkpoint, whose weights it keeps and gives a new norm layer, and its processor.
 
     Arguments are those of [`compose`]. The checkpoint is loaded by transformers' Llava class, which also reads legacy
     names of weights.
 
     Raises:
-        UserError: if the checkpoint isn't a Llava (a NormLlava already has a norm), if its encoder doesn't take
-            pictures of one fixed size, if it is quantized, or if the ratio doesn't fit.
+        UserError: if the checkpoint isn't a Llava (a NormLlava is refused too, since it has a norm layer already), if
+            its encoder doesn't take pictures of one fixed size, if it is quantized, or if the ratio doesn't fit.
     """
     require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
     model_type = read_config(llava_model_path).model_type
     if model_type != "llava":
         raise UserError(f"{llava_model_path} has model_type {model_type!r}, a Llava is needed.")
+
+    # Load the checkpoint.
     with errors_named_after(llava_model_path):
         llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
         old_processor = AutoProcessor.from_pretrained(llava_model_path)
@@ -174,12 +184,15 @@ def convert_llava(
     vision_model = llava.model.vision_tower
     language_model = llava.model.language_model
 
+    # Count the features of a picture.
     image_processor = old_processor.image_processor
     fit_processor(image_processor, vision_model.config.image_size, keeps_crop=True)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     num_features = num_patches + num_additional
     if llava.config.vision_feature_select_strategy == "default":
         num_features -= 1  # "default" leaves out the first feature
+
+    # Make the config, and join the parts.
     target = None
     if align_norm and projector_norm != "none":
         target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
@@ -195,12 +208,21 @@ def convert_llava(
     model = NormLlavaForConditionalGeneration(config, vision_model, language_model, llava.lm_head)
     model.model.multi_modal_projector.linear_1 = llava.model.multi_modal_projector.linear_1
     model.model.multi_modal_projector.linear_2 = llava.model.multi_modal_projector.linear_2
+
+    # Make the processor.
     model.generation_config = llava.generation_config
-    return model, complete(model, image_processor, tokenizer, old_processor.image_token, num_additional)
+    processor = make_processor(model, image_processor, tokenizer, old_processor.image_token, num_additional)
+    complete_generation(model, tokenizer)
+    try_picture(model, processor)
+    return model, processor
 
 
 def require_fitting_ratio(projector_norm: str, align_norm: bool, norm_target_ratio: float) -> None:
-    """Raises `UserError` if the ratio isn't above 0, or would be ignored since no norm starts at the text's norm."""
+    """Refuse a ratio that isn't above 0, or that would be ignored since no norm layer starts at the text's norm.
+
+    Raises:
+        UserError: if the ratio doesn't fit.
+    """
     starts_at_text = projector_norm != "none" and align_norm
     is_ignored = norm_target_ratio != 1 and not starts_at_text
     if norm_target_ratio <= 0 or is_ignored:
@@ -215,84 +237,83 @@ def require_fitting_tiles(max_tiles: int, center_crop: bool) -> None:
         raise UserError("center_crop leaves out a picture's edges, and tiles show all of it: give one of them.")
 
 
-def complete(
+def make_processor(
     model: NormLlavaForConditionalGeneration,
     image_processor: BaseImageProcessor,
     tokenizer: PreTrainedTokenizerBase,
     image_token: str,
     num_additional: int,
 ) -> LlavaProcessor:
-    """Complete a model's generation config, and return its processor.
+    """The processor of a model, with a chat template.
 
     Args:
         model: The model with all of its parts.
         image_processor: An image processor that gives pictures of the encoder's size.
-        tokenizer: The language model's tokenizer, whose chat format the processor keeps if it can.
+        tokenizer: The language model's tokenizer. The chat template keeps its chat format if that is possible. It gets
+            a padding token if it has none.
         image_token: The token that stands for a picture's features.
-        num_additional: Number of tokens that the encoder puts before a picture's patches.
-
-    Raises:
-        UserError: if the processor writes another number of image tokens than a picture has features.
+        num_additional: Number of tokens that the encoder adds to a picture's patches.
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    complete_generation(model, tokenizer)
+
+    # The processor counts a picture's image tokens by `patch_size`, and an image token stands for a square of patches.
+    patch_size = model.config.vision_config.patch_size * model.config.spatial_merge_size
     processor_class = NormLlavaProcessor if cuts_tiles(image_processor) else LlavaProcessor
-    processor = processor_class(
+    return processor_class(
         image_processor=image_processor,
         tokenizer=tokenizer,
-        # The processor counts a picture's image tokens by `patch_size`. Each of them stands for a square of patches.
-        patch_size=model.config.vision_config.patch_size * model.config.spatial_merge_size,
+        patch_size=patch_size,
         vision_feature_select_strategy=model.config.vision_feature_select_strategy,
         num_additional_image_tokens=num_additional,
         image_token=image_token,
         chat_template=chat_template(tokenizer, image_token),
     )
-    try_picture(model, processor)
-    return processor
 
 
 def complete_generation(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let generation stop at the end of an answer, and never generate an image token."""
+    """Let the model stop generating at the end of an answer, and never generate an image token."""
     generation = model.generation_config
 
-    ends = generation.eos_token_id
-    if ends is None:
-        ends = []
-    elif isinstance(ends, int):
-        ends = [ends]
     end_of_turn = tokenizer.convert_tokens_to_ids(chat_format(tokenizer).end_of_turn)
-    generation.eos_token_id = list(dict.fromkeys([end_of_turn, *ends]))
+    end_ids = [end_of_turn]
+    if isinstance(generation.eos_token_id, int):
+        end_ids.append(generation.eos_token_id)
+    elif generation.eos_token_id is not None:
+        end_ids.extend(generation.eos_token_id)
+    generation.eos_token_id = list(dict.fromkeys(end_ids))  # without duplicates
     generation.pad_token_id = tokenizer.pad_token_id
 
-    # Vicuna's config sets these without sampling, and transformers refuses to save such a config.
+    # Vicuna's generation config sets these fields without sampling, and transformers refuses to save such a config.
     if not generation.do_sample:
         generation.temperature = None
         generation.top_p = None
 
     # If the image token were generated, the next pass would look for a picture's features.
     suppressed = set(generation.suppress_tokens or ())
-    generation.suppress_tokens = sorted({*suppressed, model.config.image_token_id})
+    suppressed.add(model.config.image_token_id)
+    generation.suppress_tokens = sorted(suppressed)
 
 
 @torch.no_grad()
 def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
-    """Pass a picture through processor and model.
+    """Pass a picture through processor and model, and check that they fit together.
 
     Raises:
         UserError: if there are more or fewer image tokens than features, or if logits are not finite.
     """
-    picture = Image.new("RGB", (64, 48))  # width and height
+    picture = Image.new("RGB", (64, 48))  # width and height; any size would do
     inputs = processor(images=picture, text=f"{processor.image_token}\n", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     tiles = model.model.get_image_features(inputs["pixel_values"]).pooler_output
-    num_features = sum(len(features) for features in tiles)
+    num_features = sum(len(features) for features in tiles)  # features of a tile: [num_features, hidden_size]
 
     num_written = int((inputs["input_ids"] == model.config.image_token_id).sum())
     # vLLM and training count image tokens by this method, which takes height and width.
     (num_counted,) = processor._get_num_multimodal_tokens(image_sizes=[(48, 64)]).num_image_tokens
     num_expected = model.config.image_seq_length * len(tiles)
-    if not num_written == num_counted == num_features == num_expected:
+    counts_agree = num_written == num_counted == num_features == num_expected
+    if not counts_agree:
         raise UserError(
             f"A picture should be {num_expected} tokens, but the processor writes {num_written} and counts "
             f"{num_counted}, and the encoder gives {num_features}: set size and crop_size in "
@@ -307,7 +328,7 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
 
 @torch.no_grad()
 def scale_to_text(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
-    """Scale a projector without a norm, so that image tokens start at the text's norm T."""
+    """Scale a projector without a norm layer, so that image tokens start at the norm of text."""
     norms = interface_norms(model, processor)
     scale = norms["text"] / norms["projector_output"]
     for parameter in model.model.multi_modal_projector.linear_2.parameters():
@@ -317,10 +338,12 @@ def scale_to_text(model: NormLlavaForConditionalGeneration, processor: LlavaProc
 
 @torch.no_grad()
 def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
-    """Mean L2 norms at the modality interface on eight pictures of seeded noise; a composed model has no data yet.
+    """Mean L2 norms of embeddings from the vision encoder to the decoder, on eight pictures of seeded noise.
 
-    Keys are the places of [`InterfaceHooks`] before the decoder, and `"text"` for the text's norm T. For a projector
-    without a norm, `"norm_input"` is equal to `"projector_output"`.
+    Returns:
+        The norm of text under the key `"text"`, and the norms of image tokens under the names that [`InterfaceHooks`]
+        gives to the places: `"projector_input"`, `"norm_input"` (before the norm layer; without a norm layer it is the
+        same as the output), `"projector_output"` and others.
     """
     size = model.config.vision_config.image_size
     noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
@@ -334,12 +357,13 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
 
     with InterfaceHooks(model, measure):
         model.model.get_image_features(pixel_values)
-    norms.setdefault("norm_input", norms["projector_output"])
+    if "norm_input" not in norms:  # there is no norm layer
+        norms["norm_input"] = norms["projector_output"]
     return norms
 
 
-def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
-    """The table that the command prints: mean norms, their ratio to the text's norm, and the model's settings."""
+def describe_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
+    """The text that the command prints: a table of mean norms and their ratio to the text's norm, and settings."""
     norms = interface_norms(model, processor)
     labels = {
         "text": "text embeddings (T)",
@@ -401,22 +425,23 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     options = parse(parser, argv)
 
-    gives_a_part = options.vision_model is not None or options.text_model is not None
     gives_both_parts = options.vision_model is not None and options.text_model is not None
+    gives_no_part = options.vision_model is None and options.text_model is None
     converts = options.llava_model is not None
-    if converts and gives_a_part:
-        parser.error("give either --vision_model and --text_model, or only --llava_model")
-    if not converts and not gives_both_parts:
+    gives_a_start = gives_no_part if converts else gives_both_parts
+    if not gives_a_start:
         parser.error("give either --vision_model and --text_model, or only --llava_model")
 
-    if converts and (options.scale_projector or options.captions or options.vision_feature_layer != -2):
-        parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")
-    if converts and options.spatial_merge_size != 1:
-        parser.error("--spatial_merge_size is for a new projector; a converted Llava keeps its own")
-    if converts and options.max_tiles != 1:
-        parser.error("--max_tiles is for a new model; a converted Llava keeps its image processor")
-    if converts and options.center_crop:
-        parser.error("--center_crop is for a new model; a converted Llava keeps its image processor")
+    if converts:
+        sets_layer = options.vision_feature_layer != parser.get_default("vision_feature_layer")
+        if options.scale_projector or options.captions or sets_layer:
+            parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")
+        if options.spatial_merge_size != 1:
+            parser.error("--spatial_merge_size is for a new projector; a converted Llava keeps its own")
+        if options.max_tiles != 1:
+            parser.error("--max_tiles is for a new model; a converted Llava keeps its image processor")
+        if options.center_crop:
+            parser.error("--center_crop is for a new model; a converted Llava keeps its image processor")
 
     try:
         require_fitting_ratio(options.projector_norm, not options.no_align_norm, options.norm_target_ratio)
@@ -454,7 +479,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows: Any = load_rows(options.captions, options.image_folder)
         align(model, processor, rows, options.seed)
 
-    logger.info("%s", describe(model, processor))
+    logger.info("%s", describe_model(model, processor))
     if chat_format(processor.tokenizer).name == "Vicuna":
         logger.warning(
             "Chat format Vicuna: the language model has no chat template, or one that can't be written with pictures "

@@ -1,4 +1,4 @@
-"""Reads the data of a run: checked rows from one or several sources, or a stream, whose rows are checked later."""
+"""Reads the rows of a run. Rows of files are checked here, rows of a stream only when they are trained on."""
 
 import hashlib
 import json
@@ -15,12 +15,14 @@ from conversations.measured import RowCheck, keep_good_rows, row_lengths, tokeni
 from conversations.sources import find_source
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, SourceArguments, TrainingConfig
+from training.batches import data_seed
 from training.run import Source
 
 
 logger = logging.getLogger(__name__)
 
-# Files in `output_dir` that list the bad rows left out of training, and those left out of evaluation.
+# Files in `output_dir` that list bad rows: the first file those left out of training, the second those left out of the
+# held-out rows.
 BAD_ROWS_FILE = "bad_rows.jsonl"
 HELD_OUT_BAD_ROWS_FILE = "held_out_bad_rows.jsonl"
 
@@ -31,15 +33,14 @@ def read_rows(
     """The rows that a run trains on.
 
     Returns:
-        The rows with their tokens, a fingerprint that must be the same when the run is resumed, and what an epoch
-        takes from each source. The rows of a stream are neither checked nor tokenized, and its list of sources is
-        empty.
+        The rows with their tokens, a fingerprint that must be the same when the run is resumed, and a record of each
+        source. The rows of a stream are neither checked nor tokenized, and it has no records of sources.
 
     Raises:
-        UserError: as `load_rows` does, or if a row is bad and `bad_rows` is `"error"`.
+        UserError: if the rows can't be loaded, or if a row is bad and `bad_rows` is `"error"`.
     """
     # Every start checks all rows, and writes the list of bad rows anew. Only a resumed stream keeps the list, because
-    # it doesn't read the rows before its place again.
+    # a resumed stream doesn't read its earlier rows again.
     is_resumed_stream = run_args.dataset_streaming and args.resume_from_checkpoint
     if not is_resumed_stream:
         _delete_bad_rows_list(args, BAD_ROWS_FILE)
@@ -56,17 +57,16 @@ def read_rows(
         entries = [entry]
 
     if run_args.dataset_streaming:
-        (entry,) = entries  # `check_stream` refuses `datasets`
+        (entry,) = entries  # check_arguments has refused `datasets` with a stream
         stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
         return stream, stream_fingerprint(entry.path, entry.name, entry.split), []
 
     drawn_rows = []
     sources = []
-    # Each source has a seed of its own, for the random sample of its rows.
-    first_seed = args.seed if args.data_seed is None else args.data_seed
     for index, entry in enumerate(entries):
         checked = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
-        drawn = draw_rows(checked.good_rows, entry, seed=first_seed + index)
+        # Each source has a seed of its own, for the random sample of its rows.
+        drawn = draw_rows(checked.good_rows, entry, seed=data_seed(args) + index)
         logger.info(
             "%s: %d rows, %d good, %d an epoch", entry.path, checked.num_rows, len(checked.good_rows), len(drawn)
         )
@@ -76,9 +76,9 @@ def read_rows(
 
 
 def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
-    """The rows that an epoch takes from a source, by the source's weight.
+    """The rows that every epoch takes from a source, by the source's weight.
 
-    With a weight of 2.3, an epoch has each row twice, and a random sample of 30% of the rows once more. The sample
+    With a weight of 2.3, an epoch has each row twice, and a random sample of 30% of the rows a third time. The sample
     depends on the seed alone, so that all epochs, processes and resumed starts have the same sample.
     """
     num_repeats = math.floor(entry.weight)
@@ -87,16 +87,16 @@ def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
         logger.warning("%s: %g of %d rows is less than one; one is taken", entry.path, entry.weight, len(rows))
         num_sampled = 1
 
-    whole_part = [rows] * num_repeats
+    repeats = [rows] * num_repeats
     sample = rows.shuffle(seed=seed, keep_in_memory=True).select(range(num_sampled))
-    return concatenate_datasets([*whole_part, sample])
+    return concatenate_datasets([*repeats, sample])
 
 
 def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> Dataset | None:
     """The held-out rows with their tokens; `None` if the run names no held-out rows.
 
     Raises:
-        UserError: as `read_rows` does.
+        UserError: if the rows can't be loaded, or if a row is bad and `bad_rows` is `"error"`.
     """
     _delete_bad_rows_list(args, HELD_OUT_BAD_ROWS_FILE)
     path = run_args.eval_dataset_name
@@ -105,9 +105,13 @@ def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTok
 
     # `dataset_config` names a config of the training dataset, so it applies only if the held-out rows come from the
     # same dataset.
-    config_name = run_args.dataset_config if path == run_args.dataset_name else None
-    # Files and folders without splits have only "train".
-    split = str(run_args.dataset_test_split) if has_splits(path) else "train"
+    config_name = None
+    if path == run_args.dataset_name:
+        config_name = run_args.dataset_config
+    split = "train"  # the only split of a file, or of a folder without splits
+    if has_splits(path):
+        split = str(run_args.dataset_test_split)
+
     entry = SourceArguments(path, config_name, split, image_folder=run_args.eval_image_folder)
     return check_rows(run_args, args, tokenize, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
 
@@ -127,10 +131,12 @@ class CheckedRows:
 def check_rows(
     run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer, entry: SourceArguments, bad_rows_file: str
 ) -> CheckedRows:
-    """Read and check a source's rows. Bad rows that are left out are listed in `bad_rows_file`, in `output_dir`.
+    """Read and check a source's rows.
+
+    Bad rows that are left out are added to the list in the file `bad_rows_file` of `output_dir`.
 
     Raises:
-        UserError: as `load_rows` does, or if a row is bad and `bad_rows` is `"error"`.
+        UserError: if the rows can't be loaded, or if a row is bad and `bad_rows` is `"error"`.
     """
     # The main process reads and checks the rows. The other processes then find the results in datasets' cache.
     with args.main_process_first(desc="reading and checking the rows"):
@@ -138,13 +144,15 @@ def check_rows(
         assert isinstance(rows, Dataset)
         tokens = tokenize_rows(rows, RowCheck(tokenize, run_args.open_pictures), args.dataset_num_proc)
 
-    report_file = Path(args.output_dir, bad_rows_file) if args.process_index == 0 else None
-    good_rows, fingerprint = keep_good_rows(rows, tokens, run_args.bad_rows, report_file)
+    list_path = None
+    if args.process_index == 0:
+        list_path = Path(args.output_dir, bad_rows_file)
+    good_rows, fingerprint = keep_good_rows(rows, tokens, run_args.bad_rows, list_path)
     return CheckedRows(len(rows), good_rows, fingerprint)
 
 
 def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int) -> Source:
-    """The record of what an epoch takes from a source."""
+    """The record of a source, and of how many rows an epoch takes from it."""
     return Source(
         path=entry.path,
         name=entry.name,
@@ -159,13 +167,13 @@ def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int
 
 
 def mixture_fingerprint(sources: list[Source]) -> str:
-    """The fingerprint of all rows of a run, made of each source's fingerprint and weight."""
+    """The fingerprint of all rows of a run, a hash of each source's fingerprint and weight."""
     content = json.dumps([[source.fingerprint, float(source.weight)] for source in sources])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def require_pictures(rows: Dataset | IterableDataset) -> None:
-    """Check that rows have a picture, without which stage 'align' would learn nothing. A stream isn't checked.
+    """Refuse rows without any picture, from which stage 'align' would learn nothing. A stream isn't checked.
 
     Raises:
         UserError: if no row has a picture.

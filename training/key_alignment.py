@@ -1,8 +1,9 @@
 """Losses that bring visual and text keys together while adapters are trained, as in MaLoRA (arXiv 2510.26721).
 
-Only the paper's abstract was available. It names a multi-kernel MMD and a Gram reference, and all details are our
-choice. The losses are computed for each head, from keys before the rotary embedding, and after the key norm in
-families that have one, such as Qwen3. Visual and text tokens are those that the diagnostics count as such.
+Only the paper's abstract was available. It names a multi-kernel MMD (maximum mean discrepancy) and a Gram reference,
+and all details are our choice. The losses are computed for each head, from keys before the rotary embedding, and after
+the key norm in families that have one, such as Qwen3. Visual keys are the keys of image tokens, which are told from
+text tokens as in the diagnostics.
 """
 
 from collections.abc import Callable
@@ -27,13 +28,13 @@ MAX_TOKENS = 256
 def mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """Mean over heads of the MMD² between visual and text keys, the U-statistic of Gretton et al. (2012, eq. 3).
 
-    It is about 0 for equal distributions, and can be slightly negative.
+    If the keys of both have the same distribution, the MMD² is about 0, and can be slightly negative.
 
     Args:
         visual, text: Keys of at least two tokens, each `(num_heads, num_tokens, head_dim)`.
     """
     num_visual = visual.shape[1]
-    kernel = gaussian_kernels(torch.cat([visual, text], dim=1))
+    kernel = gaussian_kernels(torch.cat([visual, text], dim=1))  # [num_heads, num_tokens, num_tokens]
     within_visual = mean_over_pairs(kernel[:, :num_visual, :num_visual])
     within_text = mean_over_pairs(kernel[:, num_visual:, num_visual:])
     across = kernel[:, :num_visual, num_visual:].mean((1, 2))
@@ -43,8 +44,8 @@ def mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
 def gaussian_kernels(keys: torch.Tensor) -> torch.Tensor:
     """The kernel `mean_j exp(-|x - y|² / (s_j σ²))` for all pairs of keys x and y of a head.
 
-    The s_j are `BANDWIDTHS`. σ² is the mean of |x - y|² over all pairs of different keys of the head, taken as a
-    constant: it passes no gradient on.
+    The s_j are `BANDWIDTHS`. σ² is the mean of |x - y|² over all pairs of different keys of the head. No gradient
+    flows through σ².
 
     Args:
         keys: `(num_heads, num_tokens, head_dim)`.
@@ -54,9 +55,11 @@ def gaussian_kernels(keys: torch.Tensor) -> torch.Tensor:
     """
     num_tokens = keys.shape[1]
     centred = keys - keys.mean(dim=1, keepdim=True)  # this keeps distances, and lowers their rounding error
-    squares = centred.square().sum(-1)
-    squared_distances = squares[:, :, None] + squares[:, None] - 2 * centred @ centred.transpose(1, 2)
-    squared_distances = squared_distances.clamp(min=0)
+    # |x - y|² = |x|² + |y|² - 2 x·y, [num_heads, num_tokens, num_tokens]
+    squares = centred.square().sum(-1)  # [num_heads, num_tokens]
+    products = centred @ centred.mT
+    squared_distances = squares[:, :, None] + squares[:, None, :] - 2 * products
+    squared_distances = squared_distances.clamp(min=0)  # rounding can make them negative
 
     num_pairs = num_tokens * (num_tokens - 1)
     scale = squared_distances.detach().sum((1, 2), keepdim=True) / num_pairs  # σ², [num_heads, 1, 1]
@@ -75,14 +78,15 @@ def mean_over_pairs(kernel: torch.Tensor) -> torch.Tensor:
         The mean for each head, `(num_heads,)`.
     """
     num_tokens = kernel.shape[1]
-    is_pair = 1 - torch.eye(num_tokens, dtype=kernel.dtype, device=kernel.device)
-    return (kernel * is_pair).sum((1, 2)) / (num_tokens * (num_tokens - 1))
+    num_pairs = num_tokens * (num_tokens - 1)
+    is_pair = 1 - torch.eye(num_tokens, dtype=kernel.dtype, device=kernel.device)  # 0 on the diagonal, 1 elsewhere
+    return (kernel * is_pair).sum((1, 2)) / num_pairs
 
 
 def gram_distance(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Mean over heads of `|G - G_ref|²_F / n²`, where G and G_ref are Gram matrices of keys and of reference keys.
 
-    A shift of all keys, by which the MMD can become smaller, doesn't change this distance.
+    Adding the same vector to all keys doesn't change this distance, although it can make the MMD smaller.
 
     Args:
         keys, reference: Keys of the same n tokens of a modality, each `(num_heads, n, head_dim)`.
@@ -109,11 +113,12 @@ class KeyAlignment:
 
     The penalty is the mean over decoder layers of `mmd_weight` times [`mmd`] plus `gram_weight` times
     [`gram_distance`]. The Gram distance is computed for visual and for text keys, and the two are averaged. Reference
-    keys are those that the frozen `k_proj` computes from the same hidden states. The penalty is 0 for a pass with
-    fewer than two tokens of a modality, such as a pass without pictures.
+    keys are the keys that the frozen `k_proj` computes from the same hidden states. The penalty is 0 for a forward
+    pass with fewer than two tokens of a modality, such as a pass without pictures.
 
-    Sink tokens are left out. They are found among all tokens that are drawn in a pass, whereas the diagnostics look
-    for sinks in each sample by itself.
+    The losses use up to `MAX_TOKENS` tokens of each modality, which are drawn at random in each pass. Attention sinks
+    among them are left out. The drawn tokens of all samples are searched for sinks together, whereas the diagnostics
+    search each sample by itself.
 
     Args:
         model: A model with key adapters and LoRA adapters, without the `PeftModel` around it.
@@ -135,19 +140,20 @@ class KeyAlignment:
         self._mmd_weight = mmd_weight
         self._gram_weight = gram_weight
         self._ids = token_ids(model, processor)
-        # Sums over passes of MMD² and of the Gram distance, and the number of passes.
+        # The sums over passes of the MMD² and of the Gram distance, and then the number of passes.
         self._sums = torch.zeros(3, dtype=torch.float64)
 
-        # The tokens of the current forward pass; `None` when the hooks shall record nothing.
+        # The types of all tokens of the current forward pass; `None` while the hooks shall record nothing.
         self._tokens: Tokens | None = None
-        # The positions of the drawn tokens in the flattened batch, `(num_drawn,)`; visual tokens come first.
+        # The positions of the drawn tokens in the flattened batch, `(num_drawn,)`; image tokens come first.
         self._positions = torch.empty(0)
+        # The number of image tokens among the drawn tokens.
         self._num_visual = 0
-        # For each layer, the norms of the drawn tokens in its output, `(num_drawn,)`.
+        # For each layer, the L2 norms of the drawn tokens in its output, `(num_drawn,)`.
         self._norms: list[torch.Tensor] = []
-        # By layer, the reference keys of the drawn tokens, `(num_heads, num_drawn, head_dim)`.
+        # By the layer's number, the reference keys of the drawn tokens, `(num_heads, num_drawn, head_dim)`.
         self._references: dict[int, torch.Tensor] = {}
-        # By layer, the keys of all tokens, in the shape that the model gives them.
+        # By the layer's number, the keys of all tokens, in the shape that the model gives them.
         self._keys: dict[int, torch.Tensor] = {}
 
         model.model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
@@ -158,7 +164,7 @@ class KeyAlignment:
             self._hook_keys(number, layer.self_attn)
 
     def _begin_pass(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
-        """Forget the last pass, and in training draw the tokens of this one."""
+        """Forget the last pass. In training, draw the tokens of the pass that begins."""
         self._tokens = None
         self._norms = []
         self._references = {}
@@ -177,22 +183,24 @@ class KeyAlignment:
         if self._tokens is None:
             return  # gradient checkpointing runs the layers once more after `penalty`, in the backward pass
         hidden_states = output if isinstance(output, torch.Tensor) else output[0]
-        self._norms.append(hidden_states.flatten(0, 1)[self._positions].float().norm(dim=-1))
+        drawn_states = hidden_states.flatten(0, 1)[self._positions]  # [num_drawn, hidden_size]
+        self._norms.append(drawn_states.float().norm(dim=-1))
 
     def _hook_keys(self, number: int, attention: Any) -> None:
-        """Add hooks to a layer's attention that record its keys and its reference keys."""
-        # Qwen3 calls its key norm `k_norm`, Phi `k_layernorm`.
-        norm = getattr(attention, "k_norm", None) or getattr(attention, "k_layernorm", None)
+        """Add hooks to the attention of layer `number` that record the layer's keys and reference keys."""
+        key_norm = find_key_norm(attention)
 
         @torch.no_grad()
         def record_reference(projection: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
             if self._tokens is None or not self._gram_weight:
                 return
-            hidden_states = args[0].flatten(0, 1)[self._positions]
-            keys = projection.base(hidden_states)
-            if norm is not None:
-                # A call of `norm` itself would trigger the hook `record_keys`.
-                keys = norm.forward(keys.unflatten(-1, (-1, *norm.weight.shape)))
+            hidden_states = args[0].flatten(0, 1)[self._positions]  # [num_drawn, hidden_size]
+            keys = projection.base(hidden_states)  # by the frozen k_proj, [num_drawn, num_heads * head_dim]
+            if key_norm is not None:
+                # The last dimensions must be those of the norm's weight, which is for one head or for all heads.
+                keys = keys.unflatten(-1, (-1, *key_norm.weight.shape))
+                # A call of `key_norm` itself would trigger the hook `record_keys`.
+                keys = key_norm.forward(keys)
             self._references[number] = split_heads(keys, attention.head_dim)
 
         def record_keys(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -200,8 +208,8 @@ class KeyAlignment:
             if self._tokens is not None and torch.is_grad_enabled():
                 self._keys[number] = output
 
-        last_module_of_keys = norm or attention.k_proj
         attention.k_proj.register_forward_hook(record_reference)
+        last_module_of_keys = attention.k_proj if key_norm is None else key_norm
         last_module_of_keys.register_forward_hook(record_keys)
 
     def penalty(self) -> torch.Tensor:
@@ -211,44 +219,49 @@ class KeyAlignment:
         if tokens is None:
             return torch.zeros(())
         visual, text = self._without_sinks()
-        if min(len(visual), len(text)) < 2:
+        if len(visual) < 2 or len(text) < 2:
             return torch.zeros(())
 
         with torch.autocast(self._positions.device.type, enabled=False):
             losses = []
             for number, attention in enumerate(self._attentions):
-                keys = self._keys.pop(number)
+                all_keys = self._keys.pop(number)
                 # A projection or key norm gives [batch_size, sequence_length, ...], but some key norms come after the
                 # heads have moved to the second dimension.
-                if keys.shape[:2] != tokens.visual.shape:
-                    keys = keys.transpose(1, 2)  # [batch_size, sequence_length, num_heads, head_dim]
-                keys = split_heads(keys.flatten(0, 1)[self._positions], attention.head_dim)
-                keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
+                if all_keys.shape[:2] != tokens.visual.shape:
+                    all_keys = all_keys.transpose(1, 2)  # [batch_size, sequence_length, num_heads, head_dim]
+                drawn_keys = all_keys.flatten(0, 1)[self._positions]
+                keys = split_heads(drawn_keys, attention.head_dim)  # [num_heads, num_drawn, head_dim]
+                keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # float32, or float64 if they are
                 reference = self._references.pop(number, None)
-                # The backward pass computes the losses again, so that only one layer's matrices are held at a time.
+                # The backward pass computes the losses again, so that only one layer's matrices exist at a time.
                 losses.append(checkpoint(self._layer_losses, keys, reference, visual, text, use_reentrant=False))
-            means = torch.stack(losses).mean(0)
+            mean_losses = torch.stack(losses).mean(0)  # [2]
 
-        self._sums[:2] += means.detach().cpu().double()
+        self._sums[:2] += mean_losses.detach().cpu().double()
         self._sums[2] += 1
-        mean_mmd, mean_gram = means
+        mean_mmd, mean_gram = mean_losses
         return mean_mmd * self._mmd_weight + mean_gram * self._gram_weight
 
     def _without_sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The indices of visual and of text tokens among the drawn tokens, without sinks."""
+        """The indices of image tokens and of text tokens among the drawn tokens, without sinks."""
         is_visual = torch.arange(len(self._positions)) < self._num_visual
-        drawn = Tokens(is_visual, ~is_visual, {})
+        drawn = Tokens(visual=is_visual, text=~is_visual, excluded={})
         # `find_sinks` ignores its first row, the norms of the decoder's input. The first layer's norms fill that row.
-        norms = torch.stack([self._norms[0], *self._norms]).cpu()
-        kept = drawn.exclude("sink", find_sinks(norms, drawn))
+        norms = torch.stack([self._norms[0], *self._norms]).cpu()  # [num_layers + 1, num_drawn]
+        is_sink = find_sinks(norms, drawn)
 
-        device = self._positions.device
-        return kept.visual.nonzero()[:, 0].to(device), kept.text.nonzero()[:, 0].to(device)
+        visual = (drawn.visual & ~is_sink).nonzero()[:, 0]
+        text = (drawn.text & ~is_sink).nonzero()[:, 0]
+        return visual.to(self._positions.device), text.to(self._positions.device)
 
     def _layer_losses(
         self, keys: torch.Tensor, reference: torch.Tensor | None, visual: torch.Tensor, text: torch.Tensor
     ) -> torch.Tensor:
-        """MMD² and Gram distance of a layer, `(2,)`. A loss whose weight is 0 is not computed; its value is 0."""
+        """The MMD² and the Gram distance of a layer, `(2,)`. A loss whose weight is 0 isn't computed, and is 0 here.
+
+        `visual` and `text` are the indices of image tokens and of text tokens in `keys` and `reference`.
+        """
         mmd_loss = keys.new_zeros(())
         if self._mmd_weight:
             mmd_loss = mmd(keys[:, visual], keys[:, text])
@@ -264,8 +277,10 @@ class KeyAlignment:
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Both losses without their weights, as means over layers and over the passes since the last call.
 
-        Passes whose penalty is 0 for lack of tokens don't count. Every process must call this; `reduce` sums a tensor
-        over processes.
+        Passes whose penalty is 0 for lack of tokens don't count. Every process must call this.
+
+        Args:
+            reduce: Sums a tensor over all processes.
         """
         mmd_sum, gram_sum, num_passes = reduce(self._sums).tolist()
         self._sums = torch.zeros_like(self._sums)
@@ -278,8 +293,17 @@ class KeyAlignment:
         return means
 
 
+def find_key_norm(attention: Any) -> Any:
+    """The norm layer that an attention layer applies to its keys; `None` if it has none."""
+    for name in ("k_norm", "k_layernorm"):  # Qwen3's name and Phi's
+        key_norm = getattr(attention, name, None)
+        if key_norm is not None:
+            return key_norm
+    return None
+
+
 def draw_positions(mask: torch.Tensor) -> torch.Tensor:
-    """Random positions in a flattened mask at which it is true, at most `MAX_TOKENS` of them."""
+    """Random positions at which a flattened mask is true, at most `MAX_TOKENS` of them."""
     positions = mask.flatten().nonzero()[:, 0]
     order = torch.randperm(len(positions), device=positions.device)
     return positions[order[:MAX_TOKENS]]

@@ -16,7 +16,7 @@ from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
 
 
 def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
-    """The config of the NormLlava at `name`, a folder or Hub id.
+    """The config of a NormLlava. `name` is its folder or Hub id.
 
     Raises:
         UserError: if `name` is another kind of model, or an adapter.
@@ -37,7 +37,7 @@ def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
 
 
 def load_processor(name: str, revision: str | None = None) -> LlavaProcessor:
-    """The processor of the NormLlava at `name`.
+    """The processor of a NormLlava. `name` is its folder or Hub id.
 
     Raises:
         UserError: if the processor's files are missing or wrong.
@@ -54,7 +54,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     """
     name = str(run_args.model_name_or_path)
     config = load_config(name, run_args.model_revision)
-    # The recipe's attention is for the language model alone. Packing doesn't concern the vision encoder.
+    # The recipe's attention is only for the language model. The vision encoder never gets packed rows.
     attention = {"text_config": run_args.attn_implementation, "vision_config": "sdpa"}
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
     if run_args.load_in_4bit:
@@ -64,7 +64,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
             double_quant=run_args.use_bnb_nested_quant,
         )
         options["dtype"] = args.frozen_dtype
-        options["device_map"] = {"": args.device}
+        options["device_map"] = {"": args.device}  # the whole model on one device
 
     model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with errors_named_after(name):
@@ -73,11 +73,11 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     # torch doesn't train the embedding of `padding_idx`, but the padding token may also be the one that ends turns.
     model.get_input_embeddings().padding_idx = None
     for module in model.modules():
-        # On a CPU bitsandbytes would rewrite 4-bit weights, and round their scales, at the first pass in eval mode.
+        # On a CPU bitsandbytes would rewrite 4-bit weights at the first pass in eval mode, and round their scales.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    # FSDP2 shards each module of the classes in `_no_split_modules`. Vision encoders list classes of their whole model
-    # family there, and accelerate refuses a class of which the model has no module.
+    # FSDP2 shards each module whose class is in `_no_split_modules`. Vision encoders list classes of their whole model
+    # family there, and accelerate refuses a class of which the model has no module. So only the others are kept.
     module_classes = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = sorted(module_classes & set(model._no_split_modules or ()))
     return model
@@ -89,13 +89,13 @@ def prepare_model(
     """Prepare a loaded model, in place, for the stage of the run.
 
     Returns:
-        The model that Trainer trains, which in stage 'adapt' is a `PeftModel` around the loaded one, and the parts of
-        the model with their learning rates.
+        The model that Trainer trains, which in stage 'adapt' is a `PeftModel` around the loaded model, and the model's
+        modules with their learning rates.
     """
     stage = Stage(str(run_args.stage))
     trained: Any = model
     if stage is Stage.ADAPT:
-        torch.manual_seed(args.seed)
+        torch.manual_seed(args.seed)  # for the adapters' weights
         trained = add_adapters(
             model,
             rank=run_args.lora_r,
@@ -109,9 +109,12 @@ def prepare_model(
     norm_rate = run_args.norm_learning_rate
     if norm_rate is None:
         norm_rate = args.learning_rate
+    vision_rate = run_args.vision_learning_rate
+    if vision_rate is None:  # only stage 'instruct' reads the rate, and check_arguments requires it there
+        vision_rate = 0.0
     rates = LearningRates(
         common=args.learning_rate,
-        vision=run_args.vision_learning_rate or 0.0,
+        vision=vision_rate,
         norm=norm_rate,
         projector=run_args.projector_learning_rate,
     )

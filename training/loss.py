@@ -1,4 +1,4 @@
-"""Parts of the trainer's loss: it is computed only at the positions that predict a supervised token."""
+"""Helpers of the trainer's loss, which is computed only at the positions that predict a supervised token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +12,17 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 def supervised_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions whose next token is supervised, and these next tokens.
+    """The positions before supervised tokens, and the supervised tokens.
 
     Args:
         labels: `(batch_size, sequence_length)`, with `IGNORED` for each token that isn't supervised.
 
     Returns:
-        Positions in the flattened `(batch_size, sequence_length)`, and the token after each of them. Both are
-        `(num_supervised,)`.
+        Positions in the flattened batch, and the token after each position. Both are `(num_supervised,)`.
     """
-    next_tokens = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    # Each row moves one position to the left, and gets a last label that isn't supervised.
+    next_tokens = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # [batch_size, sequence_length]
+    next_tokens = next_tokens.flatten()
     positions = (next_tokens != IGNORED).nonzero()[:, 0]
     return positions, next_tokens[positions]
 
@@ -30,8 +31,8 @@ def supervised_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def head_at_positions(model: NormLlavaForConditionalGeneration, positions: torch.Tensor) -> Iterator[None]:
     """A block in which the head gets only the hidden states at `positions` of the flattened batch.
 
-    If Triton is installed, TRL itself leaves out the positions that predict no supervised token. Without Triton it
-    computes logits at every position, those of image tokens included.
+    TRL itself leaves other positions out only if Triton is installed. Without Triton it computes logits at every
+    position, those of image tokens included.
     """
 
     def keep_positions(module: nn.Module, args: Any, output: Any) -> Any:
@@ -44,5 +45,5 @@ def head_at_positions(model: NormLlavaForConditionalGeneration, positions: torch
 
 
 def gradient_alone(loss: torch.Tensor) -> torch.Tensor:
-    """A loss of value zero that has the gradient of `loss`: added to another loss, it leaves the value as it is."""
+    """Zero, with the gradient of `loss`. Added to another loss, it changes the gradient and not the value."""
     return loss - loss.detach()

@@ -27,7 +27,7 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
 
     Args:
         adapter: The adapter's folder.
-        base: Folder or Hub id of the base model. By default it is where it was in training.
+        base: Folder or Hub id of the base model, by default the one that the adapter was trained on.
 
     Returns:
         The merged model in the dtype of the base model. The merge itself is computed in float32.
@@ -40,7 +40,7 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     with errors_named_after(adapter):
         peft_config: Any = PeftConfig.from_pretrained(str(adapter))
 
-    name = base or peft_config.base_model_name_or_path
+    name = peft_config.base_model_name_or_path if base is None else base
     revision = peft_config.revision
     config = load_config(name, revision)
     with errors_named_after(name):
@@ -48,7 +48,10 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     with errors_named_after(adapter):
         adapted = PeftModel.from_pretrained(model, str(adapter))
     check_weights(adapter, adapted)
-    return adapted.merge_and_unload().to(config.dtype or torch.float32)
+    merged = adapted.merge_and_unload()
+    if config.dtype is None:
+        return merged
+    return merged.to(config.dtype)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,22 +21,23 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 class InterfaceMonitor(TrainerCallback):
-    """Measures norms in each step that will be logged, through hooks that do nothing in all other steps.
+    """Measures norms in each step that will be logged. In all other steps its hooks do nothing.
 
     `norm/visual` and `norm/text` are mean L2 norms of the image tokens and of the text tokens that enter the decoder's
-    first layer. Tokens are classified as in the diagnostics. Attention sinks, which the diagnostics leave out, appear
-    only at later layers, so they are not left out here.
+    first layer. Tokens are classified as in the diagnostics, except that attention sinks aren't left out: they appear
+    only at later layers.
 
-    The hooks sit on the model and on its first layer, not inside the layer, which may be compiled.
+    The hooks are on the model and on its first layer, not inside the layer, which may be compiled.
 
     Args:
         model: The model that is trained, with adapters and without wrappers.
-        processor: The model's processor, which knows the special tokens.
+        processor: The model's processor, which tells the special tokens.
     """
 
     def __init__(self, model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
         self.active = False  # whether the current step will be logged
         self._token_ids = token_ids(model, processor)
+        # The types of the tokens of the current forward pass; `None` if no norms are to be added.
         self._tokens: Tokens | None = None
         # Rows: image tokens, text tokens. Columns: sum of norms, number of tokens.
         self._sums = torch.zeros(2, 2)
@@ -47,8 +48,8 @@ class InterfaceMonitor(TrainerCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Become active for a step that will be logged."""
         step = state.global_step + 1
-        is_first = step == 1 and args.logging_first_step
-        self.active = is_first or step % state.logging_steps == 0
+        is_logged_as_first = step == 1 and args.logging_first_step
+        self.active = is_logged_as_first or step % state.logging_steps == 0
 
     def _classify_tokens(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
         if self.active and module.training:
@@ -61,14 +62,16 @@ class InterfaceMonitor(TrainerCallback):
 
         hidden_states = args[0] if args else kwargs["hidden_states"]
         norms = token_norms(hidden_states)  # [batch_size, sequence_length]
-        for kind, mask in enumerate((self._tokens.visual, self._tokens.text)):
-            self._sums[kind] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
+        visual_norms = norms[self._tokens.visual]  # [num_image_tokens]
+        text_norms = norms[self._tokens.text]  # [num_text_tokens]
+        self._sums[:, 0] += torch.stack([visual_norms.sum(), text_norms.sum()]).cpu()
+        self._sums[:, 1] += torch.tensor([len(visual_norms), len(text_norms)])
         # Gradient checkpointing runs the layer a second time, which must not add the norms again.
         self._tokens = None
 
     @torch.no_grad()
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """The measurements since the last call; empty if no image token, or no text token, was seen since then.
+        """The mean norms since the last call; empty if there was no image token or no text token since then.
 
         Every process must call this.
 
@@ -87,9 +90,9 @@ class InterfaceMonitor(TrainerCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """Writes each log as a line of JSON. Names of held-out figures begin with `eval/`, as trackers have them.
+    """Writes each log as a line of JSON. Names of held-out figures begin with `eval/`, as they do in trackers.
 
-    The file of a resumed run begins with the logs that its checkpoint holds.
+    The file of a resumed run begins with the logs of the steps before its checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +117,7 @@ class MetricsFile(TrainerCallback):
         """A log as a line of JSON."""
         renamed = {}
         for name, value in entry.items():
-            if name.startswith("eval_"):
+            if name.startswith("eval_"):  # Trainer's prefix
                 name = "eval/" + name.removeprefix("eval_")
             renamed[name] = value
         return json.dumps(renamed) + "\n"
@@ -127,7 +130,7 @@ class ConsoleTable(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Print the header, and note where this start of the run, which may be a resumed one, begins."""
+        """Print the header, and note the time, step and token count, which aren't 0 at the start of a resumed run."""
         self._started = time.monotonic()
         self._first_step = state.global_step
         self._first_token = state.num_input_tokens_seen
@@ -135,7 +138,7 @@ class ConsoleTable(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a line."""
+        """Print a line for a training step's log, or for an evaluation's."""
         if "eval_loss" in logs:
             loss = logs["eval_loss"]
             loss_blank = logs["eval_loss_blank"]
@@ -144,11 +147,12 @@ class ConsoleTable(TrainerCallback):
             self._print(state, format_row(self._cells(state, logs)))
 
     def _cells(self, state: TrainerState, logs: dict[str, float]) -> list[str]:
-        """The cells of a step's line. Speed and time left come from the mean since this start of the run."""
+        """The cells of a step's line. Speed and time left are computed from the mean since `on_train_begin`."""
         seconds = time.monotonic() - self._started
         num_tokens = state.num_input_tokens_seen - self._first_token
-        seconds_per_step = seconds / (state.global_step - self._first_step)
-        seconds_left = round(seconds_per_step * (state.max_steps - state.global_step))
+        num_steps = state.global_step - self._first_step
+        num_steps_left = state.max_steps - state.global_step
+        seconds_left = round(seconds / num_steps * num_steps_left)
         ratio = "no picture"
         if "norm/ratio" in logs:
             ratio = f"{logs['norm/ratio']:.3f}"

@@ -4,8 +4,8 @@
 
 The model is built from its config, without weights. Steps run as in training, on tensors that have shapes and no data
 (torch's `FakeTensorMode`), while torch's `MemTracker` counts their bytes. With several devices, weights, gradients and
-optimizer states are divided by the number of devices, as FSDP2 shards them, and autocast's casts of weights aren't
-kept. Not counted: masks, the weights that FSDP2 gathers, CUDA's context, and fragmentation.
+optimizer states are divided by the number of devices, as FSDP2 shards them. The memory of masks, of the weights that
+FSDP2 gathers, of CUDA's context and of fragmentation is not counted.
 """
 
 import argparse
@@ -36,15 +36,15 @@ from training.stages import base_model
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# The peak comes in the second pass of the second step. By then the optimizer's states exist, which are made at the end
-# of the first step, and so do the gradients, which each step makes in its first pass.
+# The peak of memory comes in the second pass of the second step. The optimizer's states exist since the end of the
+# first step, and the step's gradients since its first pass.
 NUM_STEPS = 2
 NUM_PASSES = 2
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of a device in one pass. Each sample has one picture."""
+    """The size of a device's batch in one forward and backward pass. Each sample has one picture."""
 
     samples: int
     """The number of samples."""
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step needs. All fields but `flops` are bytes of one device at the peak of the step."""
+    """The memory and FLOPs of a step. All fields but `flops` are bytes of one device at the step's peak."""
 
     weights: int
     gradients: int
@@ -72,7 +72,7 @@ class StepPlan:
 
     @property
     def peak(self) -> int:
-        """The bytes of one device at the peak."""
+        """All bytes of one device at the step's peak."""
         return self.weights + self.gradients + self.states + self.activations
 
 
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan = plan_step(config, run_args, args, batch, options.devices)
 
     num_rows = count_rows(run_args, args, batch, options.devices, options.rows)
-    flops = plan.flops * num_rows / batch.samples
+    flops_per_sample = plan.flops / batch.samples
+    flops = flops_per_sample * num_rows
     seconds = flops / (options.devices * options.tflops * 1e12)
 
     logger.info(
@@ -121,13 +122,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a sample, image tokens included")
     parser.add_argument("--supervised", type=int, default=200, help="supervised tokens of a sample")
     parser.add_argument("--devices", type=int, default=1, help="devices that FSDP2 shards the model over")
+    # LLaVA's stage 1 has 558,128 rows.
     parser.add_argument("--rows", type=int, default=558_128, help="rows of the data, unless the recipe has max_steps")
     parser.add_argument("--tflops", type=float, default=396.0, help="TFLOP/s of a device: 0.4 of an H100's 989")
     return parser
 
 
 def make_batch(run_args: RunArguments, args: TrainingConfig, tokens: int, supervised: int) -> Batch:
-    """The batch of one pass by a recipe, if each sample has `tokens` tokens, `supervised` of them supervised."""
+    """A device's batch by a recipe, if each sample has `tokens` tokens, of which `supervised` are supervised."""
     if run_args.packed_length is None:
         return Batch(args.per_device_train_batch_size, tokens, supervised, is_packed=False)
     samples = max(run_args.packed_length // tokens, 1)
@@ -135,17 +137,21 @@ def make_batch(run_args: RunArguments, args: TrainingConfig, tokens: int, superv
 
 
 def count_rows(run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int, num_data_rows: int) -> float:
-    """The rows that a run trains on: `max_steps` times the rows of a step, or all rows in each epoch."""
+    """The number of rows that a run trains on, summed over epochs.
+
+    `num_data_rows` is the number of rows in the data. It doesn't matter if the recipe gives `max_steps`.
+    """
     if args.max_steps <= 0:
         return num_data_rows * args.num_train_epochs
-    num_step_rows = run_args.global_batch_size
-    if num_step_rows is None:
-        num_step_rows = batch.samples * args.gradient_accumulation_steps * devices
-    return args.max_steps * num_step_rows
+
+    rows_per_step = run_args.global_batch_size
+    if rows_per_step is None:
+        rows_per_step = batch.samples * args.gradient_accumulation_steps * devices
+    return args.max_steps * rows_per_step
 
 
 def describe_time(seconds: float) -> str:
-    """A time in hours, or in minutes if it is shorter than an hour."""
+    """A time in words: hours, or minutes if it is shorter than an hour."""
     minutes = seconds / 60
     if minutes < 1:
         return "<1 minute"
@@ -157,7 +163,7 @@ def describe_time(seconds: float) -> str:
 def plan_step(
     config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int = 1
 ) -> StepPlan:
-    """Run some steps without data, and count what they need. Frozen weights have the dtype that they have on a GPU.
+    """The plan of a step, measured in some steps without data. Frozen weights have the dtype that they have on a GPU.
 
     Raises:
         UserError: for 4-bit weights and for optimizers other than torch's, whose memory is not known here, and if a
@@ -166,15 +172,16 @@ def plan_step(
     check_plan(config, run_args, args, batch)
     model, trained = build_model(config, run_args, args)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trained.to_empty(device="cpu")
-        model.tie_weights()
+        trained.to_empty(device="cpu")  # fake tensors of the weights' shapes, which take no memory
+        model.tie_weights()  # to_empty has untied them
         trained.train()
 
         # FLOPs are counted before checkpointing is turned on, because recomputation isn't part of the model's FLOPs.
         flops = count_flops(trained, batch)
         trained.zero_grad()
         if args.gradient_checkpointing:
-            if trained is not model:  # with adapters, as TRL does
+            has_adapters = trained is not model
+            if has_adapters:  # then TRL calls this too
                 model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -183,8 +190,11 @@ def plan_step(
         peak, optimizer = track_steps(trained, args, batch, keeps_casts)
 
     weights = num_bytes(trained.parameters())
-    gradients = num_bytes(trained_parameters(trained))
-    states = sum(num_bytes(states_of_parameter.values()) for states_of_parameter in optimizer.state.values())
+    gradients = num_bytes(trained_parameters(trained))  # a gradient has the size of its parameter
+    states = 0
+    for parameter_states in optimizer.state.values():
+        states += num_bytes(parameter_states.values())
+
     return StepPlan(
         weights=weights // devices,
         gradients=gradients // devices,
@@ -198,7 +208,7 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
     """Check that a step can be planned.
 
     Raises:
-        UserError: as [`plan_step`] does.
+        UserError: in the cases that [`plan_step`] names.
     """
     if batch.tokens < config.image_seq_length + batch.supervised:
         needed = f"{config.image_seq_length} tokens of its picture and {batch.supervised} supervised ones"
@@ -208,12 +218,13 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
 
 
 def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig) -> tuple[Any, Any]:
-    """The model without data, and the module that is trained, which is the model or a `PeftModel` around it."""
+    """The model without data, and the module that is trained: the model itself, or a `PeftModel` around it."""
     frozen_dtype = torch.bfloat16 if args.bf16 else torch.float32
     with torch.device("meta"), no_init_weights():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model.tie_weights()
         trained, _ = prepare_model(model, run_args, args, frozen_dtype)
+    # As TRL does: the model's `forward` computes log probabilities without holding all logits.
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     return model, trained
 
@@ -229,7 +240,7 @@ def count_flops(trained: nn.Module, batch: Batch) -> int:
 def track_steps(
     trained: nn.Module, args: TrainingConfig, batch: Batch, keeps_casts: bool
 ) -> tuple[int, torch.optim.Optimizer]:
-    """Run some steps, and count the bytes that they need.
+    """Run some steps, and track their memory. `keeps_casts` says whether autocast keeps casts of weights in a pass.
 
     Returns:
         The bytes at the peak of the steps, and the optimizer with its states.
@@ -250,30 +261,31 @@ def track_steps(
 
 
 def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
-    """The loss of a pass over made-up rows.
+    """The loss of a pass over a made-up batch.
 
-    All image tokens come first, then all text tokens. The last text tokens are supervised. The picture features are
-    joined to the text's embeddings here. The model itself would look for the image tokens among the values of
-    `input_ids`, which have no data.
+    All image tokens of the batch come first, then all text tokens, of which the last are supervised. The order doesn't
+    matter, since only shapes are used. Image features and embeddings of text are joined here, because the model itself
+    would look for image tokens among the values of `input_ids`, which have no data.
     """
     model = base_model(trained)
     num_tokens = batch.samples * batch.tokens
-    num_labels = batch.samples * batch.supervised
+    num_supervised = batch.samples * batch.supervised
     num_rows = 1 if batch.is_packed else batch.samples
 
     vision = model.config.vision_config
     pixel_values = torch.empty(batch.samples, vision.num_channels, vision.image_size, vision.image_size)
-    features = torch.cat(list(model.model.get_image_features(pixel_values).pooler_output))
+    features_of_images = model.model.get_image_features(pixel_values).pooler_output
+    features = torch.cat(list(features_of_images))  # [num_image_tokens, hidden_size]
     num_text_tokens = num_tokens - len(features)
     text = model.get_input_embeddings()(torch.zeros(num_text_tokens, dtype=torch.long))
     embeddings = torch.cat([features.to(text.dtype), text])  # [num_tokens, hidden_size]
     embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)  # [num_rows, tokens of a row, hidden_size]
 
-    labels = torch.zeros(1, num_labels, dtype=torch.long)
-    positions = torch.arange(num_tokens - num_labels, num_tokens)
+    labels = torch.zeros(1, num_supervised, dtype=torch.long)
+    positions = torch.arange(num_tokens - num_supervised, num_tokens)
     with head_at_positions(model, positions):
         output = trained(inputs_embeds=embeddings, shift_labels=labels, fused_lm_head=True, use_cache=False)
-    return -output.log_probs.sum() / num_labels
+    return -output.log_probs.sum() / num_supervised
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -282,12 +294,12 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def num_bytes(candidates: Iterable[Any]) -> int:
-    """The bytes of all tensors among the candidates. An optimizer's states may also be numbers or `None`."""
+    """The bytes of all tensors among `candidates`. Other candidates, such as an optimizer's numbers, don't count."""
     return sum(tensor.nbytes for tensor in candidates if isinstance(tensor, torch.Tensor))
 
 
 def attention_flops(query: Any, key: Any, value: Any, *_: Any, attn_mask: Any = None, **options: Any) -> int:
-    """FLOPs of attention from the shapes of its tensors.
+    """FLOPs of attention from the shapes of its tensors, which `FlopCounterMode` passes instead of the tensors.
 
     Only the decoder's attention gets a mask. The mask is causal, so half of the products count.
     """
@@ -297,9 +309,9 @@ def attention_flops(query: Any, key: Any, value: Any, *_: Any, attn_mask: Any = 
     return flops // 2
 
 
-def attention_backward_flops(gradient: Any, *shapes: Any, **options: Any) -> int:
-    """FLOPs of attention's backward pass: twice those of the forward pass, as recomputation doesn't count."""
-    return 2 * attention_flops(*shapes, **options)
+def attention_backward_flops(gradient: Any, *forward_shapes: Any, **options: Any) -> int:
+    """FLOPs of attention's backward pass: twice those of its forward pass, since recomputation doesn't count."""
+    return 2 * attention_flops(*forward_shapes, **options)
 
 
 # FLOP counts of the operations for attention on a CPU, which torch's own counter doesn't know.

@@ -1,7 +1,7 @@
 """Checks of a run's arguments.
 
-The checks refuse arguments that would be ignored in silence, or would change the result in silence. The docstring of
-each check states the rule that arguments must follow.
+A check refuses arguments that would be ignored in silence, or would change the result in silence. The docstring of
+each check states the rule that it enforces by a `UserError`.
 """
 
 import math
@@ -113,7 +113,7 @@ def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
 
         value = given[name]
         if value != allowed:
-            if isinstance(value, Enum):
+            if isinstance(value, Enum):  # transformers turns the strings of some fields into enums
                 value = value.value
             raise UserError(f"{name} must stay {allowed!r}, got {value!r}: {reason}.")
 
@@ -122,11 +122,15 @@ def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
     """Counts are 1 or more. Learning rates and the weights of losses are 0 or more."""
     given = {**vars(args), **vars(run_args)}
     for name in COUNT_FIELDS:
-        if given[name] is not None and given[name] < 1:
-            raise UserError(f"{name} must be 1 or more, got {given[name]}.")
+        count = given[name]
+        if count is not None and count < 1:
+            raise UserError(f"{name} must be 1 or more, got {count}.")
+
     for name in RATE_FIELDS:
-        if given[name] is not None and not 0 <= given[name] < math.inf:
-            raise UserError(f"{name} must be 0 or more, got {given[name]}.")
+        rate = given[name]
+        is_valid = rate is None or 0 <= rate < math.inf
+        if not is_valid:
+            raise UserError(f"{name} must be 0 or more, got {rate}.")
 
 
 def check_steps(args: TrainingConfig) -> None:
@@ -138,7 +142,7 @@ def check_steps(args: TrainingConfig) -> None:
 
 
 def check_stage(run_args: RunArguments) -> None:
-    """A stage has the fields that it needs, and no field that it doesn't read."""
+    """A run gives the fields that its stage needs, and no field that its stage doesn't read."""
     if run_args.stage == Stage.INSTRUCT and run_args.vision_learning_rate is None:
         raise UserError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
     if run_args.stage == Stage.ADAPT:
@@ -162,22 +166,28 @@ def check_sources(run_args: RunArguments) -> None:
     if not run_args.datasets:
         return
 
-    given = [name for name in SOURCE_FIELDS if getattr(run_args, name) != getattr(RunArguments, name)]
+    given = []
+    for name in SOURCE_FIELDS:
+        default = getattr(RunArguments, name)
+        if getattr(run_args, name) != default:
+            given.append(name)
     if given:
         raise UserError(f"Give either {', '.join(given)} or datasets, not both.")
 
 
 def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
-    """A stream has no length, so its run has `max_steps`. Its rows are neither mixed by weight nor packed."""
+    """A run on a stream gives `max_steps`, since a stream has no length. Its rows are not weighted or packed."""
     if not run_args.dataset_streaming:
         return
 
-    if run_args.datasets or run_args.packed_length is not None or args.max_steps <= 0:
+    is_packed = run_args.packed_length is not None
+    has_end = args.max_steps > 0
+    if run_args.datasets or is_packed or not has_end:
         raise UserError("A stream takes dataset_name and max_steps, and neither datasets nor packed_length.")
 
 
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
-    """One field gives the number of rows in a step, and a row's loss doesn't depend on the rows packed with it."""
+    """Only one field sets the number of rows in a step, and a row's loss doesn't depend on the rows packed with it."""
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:
@@ -190,7 +200,7 @@ def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Held-out rows that are named are evaluated, and the loss that evaluation reports is the cross entropy."""
+    """If a run names held-out rows, it evaluates on them. The loss of an evaluation is the cross entropy."""
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     if run_args.eval_dataset_name and not evaluates:
         raise UserError("eval_dataset_name needs an eval_strategy, or eval_on_start.")
@@ -202,7 +212,7 @@ def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_optimizer(run_args: RunArguments, args: TrainingConfig) -> None:
-    """The optimizer trains the weights that are saved, and clipping by module has a limit to clip to."""
+    """The optimizer trains the weights that are saved. With `clip_by_module` there is a norm to clip to."""
     if args.optim.startswith("schedule_free"):
         raise UserError("A schedule_free optimizer trains other weights than it saves.")
     if run_args.clip_by_module and not args.max_grad_norm:
@@ -210,11 +220,12 @@ def check_optimizer(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
-    """A loss on the keys can read the keys inside the layers, and gradients flow back through them."""
+    """With losses on keys, the keys inside the decoder's layers can be read and have gradients."""
     if not run_args.has_key_losses:
         return
 
-    is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+    checkpointing_options = args.gradient_checkpointing_kwargs or {}
+    is_reentrant = checkpointing_options.get("use_reentrant", False)
     if args.gradient_checkpointing and is_reentrant:
         raise UserError(
             "key_mmd_weight and key_gram_weight need the keys' gradients, which reentrant checkpointing doesn't give: "
@@ -228,7 +239,7 @@ def check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_compiling(args: TrainingConfig) -> None:
-    """Only the decoder's layers are compiled, not the whole model, and only by a backend that has been tried."""
+    """Only the decoder's layers are compiled, not the whole model, and only by backends that have been tried."""
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise UserError(
             "The launcher would compile the whole model: launch with --dynamo_backend no, and give "
@@ -242,18 +253,18 @@ def check_compiling(args: TrainingConfig) -> None:
 
 
 def check_precision(args: TrainingConfig) -> None:
-    """The recipe, not the launcher, names the arithmetic, and the device can compute in it."""
+    """The recipe, not the launcher, names the arithmetic (bf16, fp16 or float32). The device can compute in it."""
     if args.fp16 and args.use_cpu:
         raise UserError("fp16 needs a GPU: a CPU would compute in float32 all the same. Leave it out.")
 
     launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    recipe_names_it = args.bf16 or args.fp16
-    if launched_with != "no" and not recipe_names_it:
+    recipe_is_float32 = not (args.bf16 or args.fp16)
+    if launched_with != "no" and recipe_is_float32:
         raise UserError(f"The launcher has mixed_precision {launched_with!r}: give bf16: true, or launch with 'no'.")
 
 
 def check_sharding(args: TrainingConfig) -> None:
-    """A model is sharded by nothing but FSDP2, which the launcher's config file sets."""
+    """Only FSDP2 shards the model, and only the launcher's config file turns it on."""
     if args.deepspeed_plugin:
         raise UserError("DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml.")
     if args.fsdp:
@@ -274,7 +285,7 @@ def check_trackers(args: TrainingConfig) -> None:
 
 
 def check_devices(args: TrainingConfig) -> None:
-    """Check that this process trains on a single GPU.
+    """Check that this process trains on a single GPU. Only a run needs this check, not the plan of a run.
 
     A process that sees several GPUs, as in a notebook, would split its batches over them by `nn.DataParallel`.
 

@@ -13,7 +13,7 @@ from training.batches import Batches
 
 @contextmanager
 def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
-    """A block for forward and backward passes that take as much memory as in training, and change nothing.
+    """A block for forward and backward passes that take as much memory as in training, and change no weight.
 
     The block begins with the optimizer's states allocated. After the block, these states and all gradients are freed,
     and the random state is restored.
@@ -21,15 +21,17 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
     Raises:
         UserError: if the device has too little memory.
     """
-    # No states are allocated if the optimizer of a resumed run has them already, if they are paged and would never be
-    # freed, or if the optimizer is of a library of which we don't know that a step with a rate of 0 keeps the weights.
-    is_known = type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
+    has_states = bool(optimizer.state)  # as in a resumed run
+    # bitsandbytes' paged states, which move between GPU and CPU, would not be freed after the block.
     is_paged = getattr(optimizer, "is_paged", False)
-    allocates = is_known and not is_paged and not optimizer.state
+    # Of these libraries' optimizers we know that a step with a learning rate of 0 keeps the weights.
+    is_known = type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
+    must_allocate = is_known and not is_paged and not has_states
 
+    cuda_devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            if allocates:
+        with torch.random.fork_rng(cuda_devices):
+            if must_allocate:
                 allocate_states(optimizer)
             yield
     except torch.OutOfMemoryError as error:
@@ -39,12 +41,12 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
         ) from error
 
     model.zero_grad()
-    if allocates:
+    if must_allocate:
         optimizer.state.clear()
 
 
 def allocate_states(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer allocate its states by a step with rates and gradients of 0, which changes no weight."""
+    """Let an optimizer allocate its states by a step that changes no weight: its rates and gradients are 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -66,9 +68,10 @@ def largest_batch(batches: Batches, sizes: np.ndarray, is_padded: bool) -> list[
         is_padded: Whether each row of a batch is padded to the size of the batch's largest row.
     """
 
-    def batch_size(rows: list[int]) -> int:
+    def size_of_batch(rows: list[int]) -> int:
         if is_padded:
-            return len(rows) * sizes[rows].max(initial=0)  # `initial` is for a batch without rows
+            largest_row = sizes[rows].max(initial=0)  # 0 for a batch without rows
+            return len(rows) * largest_row
         return sizes[rows].sum()
 
-    return max(batches, key=batch_size)
+    return max(batches, key=size_of_batch)

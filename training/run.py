@@ -1,4 +1,4 @@
-"""The record of a run, `run.json`, written with every checkpoint and every finished model."""
+"""The record of a run, `run.json`, which lies in every checkpoint and beside every finished model."""
 
 import json
 import os
@@ -18,9 +18,10 @@ from common.records import read_record
 
 
 RUN_FILE = "run.json"
+# The packages whose versions are recorded.
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
-# Arguments that the weights depend on, whose values must be the same when a run is resumed. The arguments that name
-# the data are left out, because the data is compared by its content.
+# The arguments on which the trained weights depend. They must be the same when a run is resumed. The arguments that
+# name the data are left out, because the data is compared by its content.
 COMPARED_ARGUMENTS = (
     "stage", "model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
     "attn_implementation", "torch_compile", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
@@ -35,7 +36,7 @@ COMPARED_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Source:
-    """What an epoch takes from a source of rows. `path`, `name`, `split` and `weight` are as the recipe gives them."""
+    """The record of a source of rows. `path`, `name`, `split` and `weight` are as the recipe gives them."""
 
     path: str
     name: str | None
@@ -65,7 +66,7 @@ class Environment:
     commit: str | None
     """The git commit of this code, with "-dirty" if files have changed since; `None` if the code isn't in git."""
     packages: dict[str, str]
-    """Versions of the packages in `PACKAGES`."""
+    """The versions of `PACKAGES`, by name."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Run:
     """Path of the recipe; `None` if all fields were given on the command line."""
     environment: Environment
     sources: tuple[Source, ...] = ()
-    """Empty for a stream."""
+    """The records of the sources of rows; empty for a stream."""
 
     def write(self, folder: Path) -> None:
         """Write `run.json` into a folder."""
@@ -91,7 +92,7 @@ class Run:
         """Read `run.json` from a folder.
 
         Raises:
-            UserError: if it can't be read, or lacks a field.
+            UserError: if the file can't be read, or lacks a field.
         """
         return read_record(cls, folder / RUN_FILE)
 
@@ -110,12 +111,13 @@ def describe_run(
         data: The fingerprint of all rows.
         environment: The hardware and software.
         recipe: Path of the recipe.
-        sources: What an epoch takes from each source.
+        sources: The records of the sources of rows.
     """
     compared = {name: arguments[name] for name in COMPARED_ARGUMENTS if name in arguments}
     return Run(
         data=data,
-        # JSON changes some values, such as tuples to lists. After this round trip the arguments equal those in a file.
+        # JSON changes some values, such as tuples to lists. The round trip through JSON makes the same changes here,
+        # so that the arguments can be compared with those of a file.
         arguments=json.loads(json.dumps(compared, default=str)),
         recipe=None if recipe is None else os.path.abspath(recipe),
         environment=environment,
@@ -124,20 +126,21 @@ def describe_run(
 
 
 def check_same_run(checkpoint: Path, run: Run) -> None:
-    """Compare a run with the record in a checkpoint.
+    """Check that a run is the same as the run that wrote a checkpoint.
 
     Raises:
-        UserError: if they differ. The message lists the differences.
+        UserError: if the records of the two differ. The message lists the differences.
     """
-    before = _compared_fields(Run.read(checkpoint))
-    now = _compared_fields(run)
+    fields_before = _compared_fields(Run.read(checkpoint))
+    fields_now = _compared_fields(run)
 
     differences = ""
-    for name in now:
-        if name not in before:  # a later version of this code added the field
+    for name, now in fields_now.items():
+        if name not in fields_before:  # the checkpoint is from a version of this code without the field
             continue
-        if before[name] != now[name]:
-            differences += f"  {name}: {before[name]!r} before, {now[name]!r} now\n"
+        before = fields_before[name]
+        if before != now:
+            differences += f"  {name}: {before!r} before, {now!r} now\n"
     if differences:
         raise UserError(
             f"{checkpoint} belongs to a different run:\n{differences}"
@@ -173,16 +176,17 @@ def describe_environment(device_type: str, num_processes: int, resumed: bool) ->
 def current_commit() -> str | None:
     """The git commit of this code; `None` if no repository tracks the code."""
     # An installed copy may lie inside the repository of another project, whose commit says nothing about this code.
+    # `ls-files --error-unmatch` fails for a file that the repository doesn't track.
     if _run_git("ls-files", "--error-unmatch", __file__) is None:
         return None
-    # `describe` with all tags excluded gives the commit itself.
+    # `describe` would name the commit by a tag. Without tags it prints the commit's hash.
     return _run_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _run_git(*arguments: str) -> str | None:
     """What a git command prints when it runs in this file's folder; `None` if the command fails."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, check=True)
+        completed = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.decode().strip()
+    return completed.stdout.decode().strip()

@@ -3,7 +3,7 @@
     accelerate launch -q training/sft.py --config training/recipes/Qwen2.5-7B-Instruct/stage1.yaml
 
 Every field of the recipe is also an option of the command line, which wins over the recipe. The output is a complete
-checkpoint folder. In stage "adapt" it is the folder of an adapter, which training/merge.py turns into a checkpoint.
+checkpoint folder, or in stage "adapt" the folder of an adapter, which training/merge.py turns into a checkpoint.
 """
 
 import os
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the fields for arithmetic and attention that the user left out, from the resumed run's record.
+    """The fields, with arithmetic and attention from the record of the resumed run unless the user gives them.
 
-    The defaults of both depend on the machine, and a run may be resumed on another machine.
+    The defaults of these fields depend on the machine, and a run may be resumed on another machine.
     """
     resume = read_resume(fields["resume_from_checkpoint"])
     if resume is None or fields["output_dir"] is None:
@@ -108,7 +108,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     stage = Stage(str(run_args.stage))
     is_packed = run_args.packed_length is not None
 
-    # The model's config, and the checkpoint that the run resumes from.
+    # Read the model's config, and find the checkpoint that the run resumes from.
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     if is_packed:
         require_separate_samples(config.text_config)
@@ -116,7 +116,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         run_args.attn_implementation = default_attention(config.text_config, is_packed, args.device)
     checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
 
-    # The rows.
+    # Read the rows.
     logger.info("Reading and checking the rows ...")
     tokenize = make_tokenizer(run_args, args, config)
     rows, fingerprint, sources = read_rows(run_args, args, tokenize)
@@ -124,16 +124,18 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         require_pictures(rows)
     held_out = read_held_out(run_args, args, tokenize)
 
-    # The batches.
+    # Deal the rows into batches.
     collate = VisionLanguageCollator(tokenize, is_packed)
     sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_tile)
     stream = None
     if sampler is None:
         check = RowCheck(tokenize, run_args.open_pictures)
         stream = StreamBatches(rows, check, collate, run_args.bad_rows, args)
-    eval_sampler = None if held_out is None else deal_held_out(args, len(held_out))
+    eval_sampler = None
+    if held_out is not None:
+        eval_sampler = deal_held_out(args, len(held_out))
 
-    # The record of the run. A resumed run must have the same one.
+    # Make the record of the run. If the run is resumed, the record must agree with the checkpoint's.
     environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)
     arguments = {**vars(run_args), **args.to_dict()}
     run = describe_run(arguments, fingerprint, environment, run_args.recipe, sources)
@@ -142,7 +144,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if checkpoint is not None:
         prepare_resuming(checkpoint, args, stream)
 
-    # The model.
+    # Load the model.
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args, args.frozen_dtype)
@@ -152,7 +154,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if run_args.has_key_losses:
         key_alignment = KeyAlignment(model, tokenize.processor, run_args.key_mmd_weight, run_args.key_gram_weight)
 
-    # Training.
+    # Train.
     trainer = NormLlavaTrainer(
         trained,
         groups,
@@ -169,7 +171,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         data_collator=collate,
     )
     logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args))
-    del groups  # they hold the unsharded parameters, whose memory must be free once FSDP2 has sharded them
+    del groups  # their references to unsharded parameters would keep memory that FSDP2 frees by sharding
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     logger.info("Saved to %s", output_dir)
@@ -192,7 +194,7 @@ def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLla
 
 
 def count_steps(args: TrainingConfig, sampler: Batches | None) -> int:
-    """The optimizer steps of the whole run, as Trainer counts them. A stream has no sampler, and needs `max_steps`."""
+    """The number of optimizer steps in the whole run. `sampler` is `None` for a stream, which needs `max_steps`."""
     if sampler is None or args.max_steps > 0:
         return args.max_steps
     steps_per_epoch = math.ceil(len(sampler) / args.gradient_accumulation_steps)
@@ -209,14 +211,15 @@ def is_finished(
             steps and no checkpoint to resume from.
     """
     output_dir = Path(args.output_dir)
-    # A checkpoint given by path is resumed from even if the run in the folder is finished.
-    num_done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
+    # If the user names a checkpoint by its path, the run resumes from it even if the folder holds a finished run.
+    resumes_newest = args.resume_from_checkpoint is True
+    num_done = steps_done(output_dir) if resumes_newest else 0
 
+    # The folder with the record of the earlier run.
     recorded_in = checkpoint
     if checkpoint is None and num_done > 0:
         recorded_in = output_dir
-    may_differ = run_args.resume_changed
-    if recorded_in is not None and not may_differ:
+    if recorded_in is not None and not run_args.resume_changed:
         check_same_run(recorded_in, run)
 
     if num_done >= num_steps:
@@ -231,7 +234,7 @@ def is_finished(
 
 
 def prepare_resuming(checkpoint: Path, args: TrainingConfig, stream: StreamBatches | None) -> None:
-    """Set the stream to its place in the checkpoint, and move later checkpoints away."""
+    """Set the stream to its place in the checkpoint, move later checkpoints away, and turn `eval_on_start` off."""
     args.eval_on_start = False  # the run's first start has evaluated the untrained model
     if stream is not None:
         stream.read_place(checkpoint)
@@ -243,7 +246,9 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     """The line that training prints about its steps: processes, rows, accumulation steps and arithmetic."""
     num_rows = args.per_device_train_batch_size
     num_passes = args.gradient_accumulation_steps
-    num_samples = run_args.global_batch_size or num_rows * num_passes * args.world_size
+    num_samples = run_args.global_batch_size
+    if num_samples is None:
+        num_samples = num_rows * num_passes * args.world_size
 
     batch = f"{num_rows} rows"
     if run_args.packed_length is not None:
@@ -255,7 +260,7 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     elif args.fp16:
         arithmetic = "float16"
     if args.device.type == "cpu":
-        # Worth seeing, because accelerate launch sets it to 1 unless it is told otherwise.
+        # Users should see the number of threads, which `accelerate launch` sets to 1 by default.
         arithmetic += f" by {torch.get_num_threads()} threads"
 
     step = f"{args.world_size} processes x {batch} x {num_passes} accumulation steps"

@@ -1,4 +1,4 @@
-"""What each stage of training does with a module: freeze or train it, at which learning rate, in which dtype."""
+"""The stages of training: which modules of the model a stage trains, at which learning rates, in which dtypes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 class Stage(StrEnum):
-    """The two stages of LLaVA's training, as in "The Unseen Bias" (arXiv 2512.08374, App. E.1), and a third stage."""
+    """LLaVA's two stages of training, as in "The Unseen Bias" (arXiv 2512.08374, App. E.1), and a third stage."""
 
     ALIGN = "align"
     """Stage 1: trains only the projector and its norm, on pictures followed by their captions ("plain" rows)."""
     INSTRUCT = "instruct"
     """Stage 2: trains the whole model, on conversations in the language model's chat format."""
     ADAPT = "adapt"
-    """Stage 2 on a small GPU: trains the projector, its norm, LoRA adapters in the language model, and key adapters if
-    the model has them."""
+    """Replaces stage 2 on a small GPU: trains the projector, its norm, LoRA adapters in the language model, and key
+    adapters if the model has them."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,17 @@ class ModuleGroup:
 
     name: str
     parameters: dict[str, nn.Parameter]
+    """The module's parameters by their names in the model."""
     learning_rate: float | None
     """`None` for a frozen module."""
 
 
-# The group of the vision encoder's parameters on which the image features don't depend.
+# The name of the group of the vision encoder's parameters on which the image features don't depend.
 UNREAD_VISION = "vision_tower, not read"
-# The group of the untrained originals of modules that PEFT has copied. PEFT trains the copies.
+# The name of the group of modules that PEFT has copied. PEFT trains the copies, and keeps these originals untrained.
 PEFT_ORIGINALS = "originals, kept by PEFT"
-# Adapters in the language model. A parameter whose name has the part on the left belongs to the module on the right.
+# The groups of adapters in the language model: the part of a name by which a parameter belongs to a group, and the
+# group's name.
 ADAPTERS = {".lora_": "language_model.lora", ".key_adapter.": "language_model.key_adapter"}
 
 
@@ -77,13 +79,16 @@ def prepare_stage(
     Returns:
         The modules of the model. Every parameter is in exactly one module.
     """
-    groups = {name: ModuleGroup(name, {}, rate) for name, rate in module_rates(stage, rates).items()}
+    groups: dict[str, ModuleGroup] = {}
+    for module_name, rate in module_rates(stage, rates).items():
+        groups[module_name] = ModuleGroup(module_name, {}, rate)
+
     unread = unread_parameters(model)
     for name, parameter in model.named_parameters():  # a tied head appears only as the embedding
         group = groups[module_of(name, unread)]
         group.parameters[name] = parameter
         if not parameter.is_floating_point():
-            continue  # 4-bit weights are packed into bytes
+            continue  # 4-bit weights are packed into bytes, which are never trained
 
         is_trained = group.learning_rate is not None
         # Trained weights are float32, in which small steps are not lost in rounding. The unread layers of a trained
@@ -94,14 +99,14 @@ def prepare_stage(
         parameter.data = parameter.data.to(dtype)
 
     if stage is not Stage.INSTRUCT:
-        # With gradient checkpointing, transformers makes the patch embeddings require gradients. A backward pass
-        # through the frozen encoder would then be computed for nothing.
+        # The frozen encoder runs without gradients. Otherwise, since transformers' gradient checkpointing makes the
+        # patch embeddings require gradients, a backward pass through the encoder would be computed for nothing.
         model.model.vision_tower.forward = torch.no_grad()(model.model.vision_tower.forward)
     return [group for group in groups.values() if group.parameters]
 
 
 def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
-    """Learning rate of each module in a stage, `None` where it is frozen."""
+    """The learning rate of each module in a stage, by the module's name; `None` if the stage freezes the module."""
     module_names = (
         "vision_tower",
         UNREAD_VISION,
@@ -112,12 +117,13 @@ def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
         PEFT_ORIGINALS,
         "lm_head",
     )
-    learning_rates: dict[str, float | None] = dict.fromkeys(module_names)
+    learning_rates: dict[str, float | None] = dict.fromkeys(module_names)  # all frozen
 
     learning_rates["multi_modal_projector"] = rates.common if rates.projector is None else rates.projector
     learning_rates["multi_modal_projector.norm"] = rates.norm
     if stage is not Stage.ALIGN:
-        learning_rates |= dict.fromkeys(ADAPTERS.values(), rates.common)
+        for adapter in ADAPTERS.values():
+            learning_rates[adapter] = rates.common
     if stage is Stage.INSTRUCT:
         learning_rates["vision_tower"] = rates.vision
         learning_rates["language_model"] = rates.common
@@ -125,18 +131,23 @@ def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
     return learning_rates
 
 
-def module_of(parameter: str, unread: set[str]) -> str:
-    """The module that a parameter belongs to, by its name. `unread` are the names of [`unread_parameters`]."""
-    if parameter in unread:
+def module_of(parameter_name: str, unread: set[str]) -> str:
+    """The name of the module that a parameter belongs to.
+
+    Args:
+        parameter_name: The parameter's name, such as "model.multi_modal_projector.linear_1.weight".
+        unread: The names of the vision encoder's [`unread_parameters`].
+    """
+    if parameter_name in unread:
         return UNREAD_VISION
-    if ".original_module." in parameter:
+    if ".original_module." in parameter_name:
         return PEFT_ORIGINALS
-    for part, adapter in ADAPTERS.items():
-        if part in parameter:
+    for name_part, adapter in ADAPTERS.items():
+        if name_part in parameter_name:
             return adapter
 
-    module = parameter.removeprefix("model.").split(".")[0]
-    if module == "multi_modal_projector" and ".norm." in parameter:
+    module = parameter_name.removeprefix("model.").split(".")[0]
+    if module == "multi_modal_projector" and ".norm." in parameter_name:
         return "multi_modal_projector.norm"
     return module
 
@@ -145,8 +156,10 @@ def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that the model's features don't depend on.
 
     They belong to the layers after the layer that is read, to the last norm, and to a pooling head. They must not be
-    trained, since DDP fails on a trained parameter without a gradient. Encoders name and order their layers
-    differently, so the parameters are found by the autograd graph of an encoder on the meta device, which has no data.
+    trained, since DDP fails on a trained parameter without a gradient.
+
+    Encoders name and order their layers differently. Therefore a copy of the encoder without data computes features
+    and their gradients. The parameters without a gradient are those that we look for.
     """
     config = model.config.vision_config
     with torch.device("meta"):
@@ -159,24 +172,27 @@ def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
         layers = [layers]
     features = torch.stack([hidden_states[layer] for layer in layers])
 
+    # With `allow_unused`, the gradient of a parameter on which the features don't depend is `None`.
     parameters = dict(encoder.named_parameters(prefix="model.vision_tower"))
     gradients = torch.autograd.grad(features.sum(), list(parameters.values()), allow_unused=True)
     return {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None}
 
 
 def describe_stage(stage: Stage, groups: Iterable[ModuleGroup]) -> str:
-    """The table that training prints: module, number of parameters, dtype, learning rate."""
-    lines = [f"stage: {stage.value}", f"{'module':30}{'parameters':>15}  {'dtype':16}{'learning rate':>14}"]
+    """The table that training prints, with a line for each module."""
+    header = f"{'module':30}{'parameters':>15}  {'dtype':16}{'learning rate':>14}"
+    lines = [f"stage: {stage.value}", header]
     for group in groups:
         size = sum(num_weights(parameter) for parameter in group.parameters.values())
-        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in group.parameters.values()}
+        dtype_names = {str(parameter.dtype).removeprefix("torch.") for parameter in group.parameters.values()}
+        dtypes = ", ".join(sorted(dtype_names))
         rate = "frozen" if group.learning_rate is None else f"{group.learning_rate:g}"
-        lines.append(f"{group.name:30}{size:15,}  {', '.join(sorted(dtypes)):16}{rate:>14}")
+        lines.append(f"{group.name:30}{size:15,}  {dtypes:16}{rate:>14}")
     return "\n".join(lines)
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """Number of a parameter's weights."""
+    """The number of weights in a parameter."""
     if parameter.is_floating_point():
         return parameter.numel()
     return 2 * parameter.numel()  # each element is a byte that holds two 4-bit weights

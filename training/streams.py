@@ -1,8 +1,8 @@
-"""Batches of a stream. Each batch carries its place in the stream, so that a run resumes at the very next row.
+"""Batches of a stream. Each batch carries its place in the stream, so that a resumed run goes on at the next row.
 
-`datasets` reads the stream, repeats it without end, splits it into shares, and can save and restore the place in a
-share. Each worker of each process is a reader: it has a share of its own, whose rows it checks and tokenizes. Rows
-keep the stream's order, because the place in a shuffle buffer can't be restored.
+The library `datasets` reads the stream, repeats it without end, splits it into shares, and can save and restore the
+place in a share. Each data loader worker of each process is a reader: it has a share of its own, whose rows it checks
+and tokenizes. Rows keep the stream's order, because the place in a shuffle buffer can't be restored.
 """
 
 import json
@@ -27,8 +27,9 @@ from training.arguments import TrainingConfig
 from training.data import BAD_ROWS_FILE
 
 
+# The file of a checkpoint with the places of all readers.
 STREAM_FILE = "stream.json"
-# The key of a batch under which its place in the stream stands.
+# The key of a batch under which the batch carries its place in the stream.
 PLACE = "place"
 # A reader gives up after this many bad rows without a good row between them. Otherwise it would search forever in a
 # stream whose rows are all bad.
@@ -37,7 +38,9 @@ MAX_CONSECUTIVE_BAD_ROWS = 1000
 
 @dataclass(eq=False)
 class StreamBatches(IterableDataset):
-    """The endless batches of one process. Under the key `place`, each holds the reader's place after its last row.
+    """The endless batches of one process.
+
+    Under the key `place`, a batch has the number of its reader, and the reader's place after the batch's last row.
 
     Args:
         rows: The stream's rows, unchecked.
@@ -45,8 +48,8 @@ class StreamBatches(IterableDataset):
         collate: Makes a batch of rows.
         bad_rows: When bad rows raise `BadRowError`: with `"error"` at the first bad row, with `"skip"` only after
             `MAX_CONSECUTIVE_BAD_ROWS` bad rows without a good row between them.
-        args: Give the number of rows in a batch, of processes, and of workers in each process. Without workers the
-            process itself is its only reader.
+        args: The arguments of training, which tell the number of rows in a batch, of processes, and of workers in each
+            process. Without workers the process itself is its only reader.
     """
 
     rows: datasets.IterableDataset
@@ -54,19 +57,20 @@ class StreamBatches(IterableDataset):
     collate: Callable[[list[Row]], dict[str, Any]]
     bad_rows: Literal["error", "skip"]
     args: TrainingConfig
-    # For each reader of this process, the state of its share (datasets' `state_dict`) after the last batch trained on.
+    # For each reader of this process, the state of its share (datasets' `state_dict`) after its last batch that was
+    # trained on. `None` before the first.
     places: list[dict[str, Any] | None] = field(init=False)
-    # The reader whose batch comes next. The readers of a process take turns.
-    next_reader: int = 0
+    # The number of the reader whose batch comes next. The readers of a process take turns.
+    next_reader: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.places = [None] * max(self.args.dataloader_num_workers, 1)
 
     def loader(self) -> DataLoader:
-        """A data loader of the batches, whose workers, if there are any, read ahead."""
+        """A data loader of the batches. If it has workers, they read ahead."""
         return DataLoader(
             self,
-            batch_size=None,
+            batch_size=None,  # the items of this dataset are batches already
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
@@ -86,25 +90,24 @@ class StreamBatches(IterableDataset):
                 batch = []
 
     def _this_reader(self) -> int:
-        """The number of the reader that this worker is, among the readers of the process."""
+        """The number that this worker has as a reader of its process."""
         worker = get_worker_info()
-        if worker is None:
-            return self.next_reader
+        if worker is None:  # the process itself is its only reader
+            return 0
 
         # A forked worker inherits fsspec's lock, but not the thread that would release it. Without the reset, reading
         # a file of the Hub would wait forever.
         fsspec.asyn.reset_lock()
-        # A data loader takes its first batch from worker 0. Worker 0 must therefore be the reader whose turn it is.
+        # A data loader takes its first batch from worker 0, so worker 0 must be the reader whose turn it is.
         return (worker.id + self.next_reader) % len(self.places)
 
     def _share_of_reader(self, reader: int) -> datasets.IterableDataset:
-        """The endless rows of a reader, from its place on."""
-        # A reader's rank counts the readers of all processes.
-        num_readers = len(self.places)  # of each process
+        """The endless rows of a reader, from the reader's place on."""
+        readers_per_process = len(self.places)
         share = split_dataset_by_node(
-            self.rows.repeat(None),
-            rank=self.args.process_index * num_readers + reader,
-            world_size=self.args.world_size * num_readers,
+            self.rows.repeat(None),  # without end
+            rank=self.args.process_index * readers_per_process + reader,
+            world_size=self.args.world_size * readers_per_process,
         )
         place = self.places[reader]
         if place is not None:
@@ -112,15 +115,16 @@ class StreamBatches(IterableDataset):
         return share
 
     def good_rows(self, share: datasets.IterableDataset) -> Iterator[Row]:
-        """The good rows of a share with their tokens. Bad rows that are left out are listed in `BAD_ROWS_FILE`.
+        """The good rows of a share, with their tokens. Bad rows that are left out are listed in `BAD_ROWS_FILE`.
 
         Raises:
             BadRowError: at a bad row if `bad_rows` is `"error"`, or after `MAX_CONSECUTIVE_BAD_ROWS` of them.
         """
         num_consecutive_bad = 0
-        # `share.iter` in batches of one row, because `iter(share)` would split the share among the workers once more.
-        for columns in share.iter(batch_size=1):
-            row = {name: values[0] for name, values in columns.items()}
+        # The rows are read in batches of one row, because `iter(share)` would split the share among the workers once
+        # more.
+        for batch_of_one in share.iter(batch_size=1):
+            row = {name: column[0] for name, column in batch_of_one.items()}
             try:
                 good_row = self.check(row)
             except BadRowError as error:
@@ -138,7 +142,7 @@ class StreamBatches(IterableDataset):
             file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
 
     def record_trained(self, place: dict[str, Any]) -> None:
-        """Record that the batch with this place was trained on."""
+        """Record that the run has trained on the batch that has this place under the key `place`."""
         reader = place["reader"]
         self.places[reader] = place["rows"]
         self.next_reader = (reader + 1) % len(self.places)
@@ -154,7 +158,8 @@ class StreamBatches(IterableDataset):
         """Restore the places that [`write_place`] wrote into a checkpoint, so that the next batch follows them.
 
         Raises:
-            UserError: if another version of this code wrote them, or a run with other numbers of processes or workers.
+            UserError: if the places are from another version of this code, or from a run with another number of
+                processes or workers.
         """
         states = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
         readers_before = [len(state.get("places", [])) for state in states]

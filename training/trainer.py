@@ -82,10 +82,17 @@ class NormLlavaTrainer(SFTTrainer):
         key_alignment: KeyAlignment | None = None,
         **kwargs: Any,
     ) -> None:
-        # Only the parameters' names are kept. FSDP2 replaces the parameters by shards, and a reference to a whole
-        # parameter would keep it on the device.
-        self._module_of = {name: group.name for group in groups for name in group.parameters}
-        self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
+        # The name of the module of each parameter. The parameters themselves are not kept: FSDP2 replaces them by
+        # shards, and a reference to a whole parameter would keep it on the device.
+        self._module_names: dict[str, str] = {}
+        # The learning rate of each module that is trained.
+        self._rates: dict[str, float] = {}
+        for group in groups:
+            for parameter_name in group.parameters:
+                self._module_names[parameter_name] = group.name
+            if group.learning_rate is not None:
+                self._rates[group.name] = group.learning_rate
+
         self._run = run
         self._sampler = sampler
         self._stream = stream
@@ -101,7 +108,7 @@ class NormLlavaTrainer(SFTTrainer):
             super().__init__(model=model, **kwargs)
 
         if stream is not None:
-            self.args.ignore_data_skip = True  # the stream itself finds the row where it stopped
+            self.args.ignore_data_skip = True  # a resumed stream itself goes on at the row where it stopped
 
         fsdp_plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if fsdp_plugin is not None and fsdp_plugin.mixed_precision_policy is not None:
@@ -124,7 +131,10 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def get_train_dataloader(self) -> DataLoader:
-        """A loader of the batches of this process; accelerate would split them among the processes once more."""
+        """A loader of this process's batches.
+
+        Trainer would hand the loader to accelerate, which would split the batches among the processes once more.
+        """
         if self._stream is not None:
             return self._stream.loader()
         assert self._sampler is not None
@@ -153,7 +163,8 @@ class NormLlavaTrainer(SFTTrainer):
         # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)
 
-        layers = list(find_decoder(self._unwrapped()).layers)  # before FSDP wraps them
+        # The layers are listed before FSDP's activation checkpointing wraps them, since they are compiled inside it.
+        layers = list(find_decoder(self._unwrapped()).layers)
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.args.torch_compile:
             compile_layers(layers, self.args.torch_compile_backend)
@@ -163,20 +174,22 @@ class NormLlavaTrainer(SFTTrainer):
         return model, loader
 
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
-        """Run the batch with the most tokens and the batch with the most tiles once; see training/rehearsal.py."""
+        """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now."""
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
         most_tiles = largest_batch(sampler, row_lengths(self.train_dataset, "num_tiles"), is_padded=False)
 
+        # A training step reads this number, which Trainer sets only in its loop.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        with rehearsal(model, self.optimizer.optimizer, self.args.device):
-            for rows in (most_tokens, most_tiles):
+        optimizer = self.optimizer.optimizer  # without accelerate's wrapper
+        with rehearsal(model, optimizer, self.args.device):
+            for row_numbers in (most_tokens, most_tiles):
                 # If training accumulates gradients over several passes, a pass needs memory for the gradients of
                 # earlier passes too. So gradients are freed here only if a step has a single pass.
                 if self.args.gradient_accumulation_steps == 1:
                     model.zero_grad()
-                batch = self.data_collator([self.train_dataset[row] for row in rows])
-                super().training_step(model, batch)
+                batch = self.data_collator([self.train_dataset[number] for number in row_numbers])
+                super().training_step(model, batch)  # our own would count tokens, and stop if the loss isn't finite
 
         # The log must not contain what TRL and the losses on keys have measured here.
         self._metrics["train"].clear()
@@ -185,7 +198,7 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Split the optimizer's parameter groups by module: Trainer gives all of them the same learning rate."""
+        """An optimizer with parameter groups by module: Trainer would give all parameters the same learning rate."""
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
@@ -193,29 +206,35 @@ class NormLlavaTrainer(SFTTrainer):
         # Trainer logs the rate of the first group as `learning_rate`. So modules with the common rate come first, and
         # then those with the highest rates.
         common_rate = self.args.learning_rate
-        names = sorted(self._rates, key=lambda name: (self._rates[name] != common_rate, -self._rates[name]))
-        parameters_of = self._trained_parameters(model or self.model)
+        highest_first = sorted(self._rates, key=lambda module: self._rates[module], reverse=True)
+        with_common_rate = [module for module in highest_first if self._rates[module] == common_rate]
+        with_own_rate = [module for module in highest_first if self._rates[module] != common_rate]
+
+        if model is None:
+            model = self.model
+        trained_parameters = self._trained_parameters(model)
 
         # Trainer has made two groups, one with weight decay and one without. Each module gets its part of both.
         groups = []
-        for name in names:
-            members = set(parameters_of[name])
+        for module in with_common_rate + with_own_rate:
+            members = set(trained_parameters[module])
             for group in optimizer.param_groups:
                 parameters = [parameter for parameter in group["params"] if parameter in members]
                 if parameters:
-                    groups.append({**group, "params": parameters, "lr": self._rates[name], "module": name})
+                    groups.append({**group, "params": parameters, "lr": self._rates[module], "module": module})
         optimizer.param_groups = groups
         return optimizer
 
     def _trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
-        """The trained parameters by module. They are found by name, since sharding replaces the parameters."""
-        modules: dict[str, list[nn.Parameter]] = {name: [] for name in self._rates}
+        """The trained parameters of each module, or this process's shards of them."""
+        parameters: dict[str, list[nn.Parameter]] = {module: [] for module in self._rates}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 for part in WRAPPER_NAME_PARTS:
                     name = name.replace(part, "")
-                modules[self._module_of[name]].append(parameter)
-        return modules
+                module = self._module_names[name]
+                parameters[module].append(parameter)
+        return parameters
 
     @override
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
@@ -229,9 +248,12 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take a forward and backward pass, count its tokens, and check that its loss is finite.
+        """Take a forward and backward pass.
 
         Trainer would count padding as tokens, and would go on training with a loss that is not finite.
+
+        Returns:
+            The loss of the pass.
 
         Raises:
             UserError: if the loss is not finite.
@@ -239,9 +261,10 @@ class NormLlavaTrainer(SFTTrainer):
         if self._stream is not None:
             self._stream.record_trained(inputs.pop(PLACE))
 
-        # The count leaves out padding and blank pictures. Every row has supervised tokens, so a batch without
-        # supervised tokens has no rows.
-        if (inputs["labels"] != IGNORED).any():
+        # Every row has supervised tokens, so a batch without supervised tokens has no rows. The collator has given
+        # such a batch a token of padding, which isn't counted.
+        has_rows = (inputs["labels"] != IGNORED).any()
+        if has_rows:
             self._num_new_tokens += int(attended_tokens(inputs).sum())
 
         loss = super().training_step(model, inputs, *args, **kwargs)
@@ -259,35 +282,40 @@ class NormLlavaTrainer(SFTTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's loss at the supervised tokens alone; in training with the gradient of the losses on keys.
+        """TRL's loss of the supervised tokens; in training with the gradient of the losses on keys.
 
-        TRL has replaced the model's `forward`, which its `compute_loss` calls. The new `forward` applies the head to
-        one tile of tokens after the other, so that it never holds all logits. The loss is the sum over the tokens,
-        divided by the number of supervised tokens in the step, and multiplied by the number of processes, since DDP
-        and FSDP2 average over processes. Without Triton, TRL would compute logits at every position, those of image
-        tokens included.
+        TRL's loss is the sum over the tokens of the batch, divided by the number of supervised tokens in the step, and
+        multiplied by the number of processes, since DDP and FSDP2 average over processes.
+
+        TRL has replaced the model's `forward` by one that applies the head to one tile of tokens after the other, so
+        that all logits never exist at once. Without Triton, TRL would compute logits at every position, those of image
+        tokens included; here the head gets only the positions before supervised tokens.
         """
         base = self._unwrapped()
         head = base.get_output_embeddings()
         if model.training and isinstance(head, FSDPModule):
-            # TRL would gather a sharded head without FSDP2, which then would not add up the processes' gradients.
+            # TRL would gather a sharded head by other means than FSDP2's own, after which FSDP2 would not add up the
+            # gradients of the processes.
             head.unshard()
 
         positions, next_tokens = supervised_tokens(inputs["labels"])
+        inputs = {**inputs, "shift_labels": next_tokens[None]}  # [1, num_supervised]
         with head_at_positions(base, positions):
-            loss = super().compute_loss(model, {**inputs, "shift_labels": next_tokens[None]}, *args, **kwargs)
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
 
         if self._key_alignment is None or not model.training:
             return loss
-        # A step's gradient is the sum over its passes and the mean over processes. The division makes the penalty a
-        # mean over passes too.
+        # A step adds up the gradients of its passes. The division makes the step's penalty the mean over its passes.
         penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
-        # Only the penalty's gradient is added, so that logged losses of runs with and without it can be compared.
+        # Only the penalty's gradient is added, so that logged losses of runs with and without key losses can be
+        # compared.
         return loss + gradient_alone(penalty)
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Measure the gradient of each module, then clip: Trainer measures and clips only the whole gradient.
+        """Clip the gradients of a step, after their norms have been measured by module.
+
+        Trainer measures and clips only the whole gradient.
 
         Returns:
             The norm of the whole gradient before clipping.
@@ -295,16 +323,18 @@ class NormLlavaTrainer(SFTTrainer):
         Raises:
             UserError: if that norm is not finite, except in float16, where the scaler skips such a step.
         """
-        self.accelerator.unscale_gradients()
-        parameters_of = self._trained_parameters(self.accelerator.unwrap_model(model))
-        self._grad_norms = {name: gradient_norm(parameters) for name, parameters in parameters_of.items()}
+        self.accelerator.unscale_gradients()  # float16's scaler has scaled them
+        trained_parameters = self._trained_parameters(self.accelerator.unwrap_model(model))
+        for module, parameters in trained_parameters.items():
+            self._grad_norms[module] = gradient_norm(parameters)
         whole_norm = torch.stack(list(self._grad_norms.values())).norm()
 
-        for name, parameters in parameters_of.items():
-            norm = self._grad_norms[name] if self._clip_by_module else whole_norm
+        for module, parameters in trained_parameters.items():
+            norm = self._grad_norms[module] if self._clip_by_module else whole_norm
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
 
-        if self.accelerator.scaler is None:
+        uses_scaler = self.accelerator.scaler is not None
+        if not uses_scaler:
             self._check_finite("gradient's norm", float(whole_norm))
         return whole_norm
 
@@ -315,7 +345,7 @@ class NormLlavaTrainer(SFTTrainer):
         Trainer and TRL would log figures that count padding, or that begin at 0 again when a run is resumed.
         """
         self._add_up_tokens()
-        if "loss" in logs:
+        if "loss" in logs:  # not in the logs of an evaluation or of the whole run
             logs |= self._measurements(logs["learning_rate"])
 
         # In a resumed run TRL's count of tokens begins at 0, and so does Trainer's epoch if the rows are a stream.
@@ -327,28 +357,29 @@ class NormLlavaTrainer(SFTTrainer):
         logs.pop("total_flos", None)
         logs.pop("train_samples_per_second", None)
         # In a step that float16's scaler skipped, gradient norms are infinite, which JSON can't express.
-        for name in [name for name in logs if "grad_norm" in name]:
-            if not math.isfinite(logs[name]):
+        for name in list(logs):
+            if "grad_norm" in name and not math.isfinite(logs[name]):
                 del logs[name]
         super().log(logs, start_time)
 
     def _add_up_tokens(self) -> None:
-        """Add the new tokens of all processes to the trainer's state, which checkpoints keep."""
+        """Add the tokens that all processes have trained on since the last call to the state that checkpoints keep."""
         new_tokens = self._sum_over_processes(torch.tensor(self._num_new_tokens))
         self.state.num_input_tokens_seen += int(new_tokens)
         self._num_new_tokens = 0
 
     def _measurements(self, logged_rate: float) -> dict[str, float]:
-        """Rates and gradient norms by module, and what the monitor and the losses on keys have measured.
+        """Learning rates and gradient norms by module, norms at the decoder's input, and the losses on keys.
 
-        `logged_rate` is the rate of the optimizer's first group in the step that is logged.
+        `logged_rate` is the rate that the optimizer's first group had in the step that is logged.
         """
-        # The rates in the optimizer are already those of the next step. The scheduler scales all rates of a step by
-        # the same number, so the first group's logged rate tells the scale of the logged step.
-        first_rate = self._rates[self.optimizer.param_groups[0]["module"]]
-        scale = logged_rate / (first_rate or 1.0)  # avoids a division by 0
+        # The rates in the optimizer are already those of the next step. The scheduler multiplies all rates by the same
+        # factor, so the factor of the logged step follows from the first group's rate.
+        first_module = self.optimizer.param_groups[0]["module"]
+        first_rate = self._rates[first_module]
+        factor = 0.0 if first_rate == 0 else logged_rate / first_rate
 
-        measurements = {f"learning_rate/{name}": rate * scale for name, rate in self._rates.items()}
+        measurements = {f"learning_rate/{name}": rate * factor for name, rate in self._rates.items()}
         measurements |= {f"grad_norm/{name}": norm.item() for name, norm in self._grad_norms.items()}
         measurements |= self._monitor.collect(self._sum_over_processes)
         if self._key_alignment is not None:
@@ -360,16 +391,17 @@ class NormLlavaTrainer(SFTTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Mean loss of the held-out rows' supervised tokens, with their pictures and with blank pictures.
 
-        The two losses are logged as `eval_loss` and `eval_loss_blank`. Trainer would log a mean over batches. The
-        random state is restored, so that training goes on as it would without an evaluation.
+        The two losses are returned and logged as `eval_loss` and `eval_loss_blank`. Trainer would log a mean over
+        batches. The random state is restored, so that training goes on as it would without an evaluation.
         """
         device = self.args.device
-        blank = self.data_collator.process_images([]).to(device)
-        sums = torch.zeros(3, dtype=torch.float64)  # loss, loss with blank pictures, supervised tokens
+        cuda_devices = [device] if device.type == "cuda" else []
+        blank = self.data_collator.process_images([]).to(device)  # [1, 3, height, width]
+        sums = torch.zeros(3, dtype=torch.float64)  # loss, loss with blank pictures, number of supervised tokens
         assert self._eval_sampler is not None
 
         self.model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(cuda_devices):
             for batch in self._data_loader(self.eval_dataset, self._eval_sampler):
                 batch = self._prepare_inputs(batch)
                 blanked = {**batch, "pixel_values": blank.expand_as(batch["pixel_values"])}
@@ -387,9 +419,10 @@ class NormLlavaTrainer(SFTTrainer):
 
     def _summed_loss(self, batch: dict[str, Any]) -> float:
         """The sum of the losses of a batch's supervised tokens."""
-        # TRL divides the sum by `num_items_in_batch` and multiplies it by the number of processes. The two cancel.
-        num_items = self.accelerator.num_processes
-        loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=num_items)
+        # TRL divides the sum by `num_items_in_batch`, and multiplies it by the number of processes. With this number
+        # for both, the sum stays as it is.
+        num_processes = self.accelerator.num_processes
+        loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=num_processes)
         return loss.item()
 
     @override
@@ -402,8 +435,8 @@ class NormLlavaTrainer(SFTTrainer):
         output_dir = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
 
-        # Without conversions the weights get the names of the model's modules, by which Trainer loads them again.
-        # With conversions they would get the Hub's names, which differ for DINOv2.
+        # transformers converts the names of saved weights to the Hub's names, which for DINOv2 differ from the names
+        # in the model. Trainer loads a checkpoint by the names in the model, so conversions are turned off.
         self._unwrapped()._weight_conversions = []
         with open_saving_folder(output_dir, self.accelerator) as saving_folder:
             super()._save_checkpoint(model, trial)
@@ -411,7 +444,7 @@ class NormLlavaTrainer(SFTTrainer):
                 self._stream.write_place(saving_folder / name, self.is_world_process_zero())
 
         if self.state.best_model_checkpoint is not None:
-            # Trainer has set this to the path where the checkpoint was saved first.
+            # Trainer has set this to a path in the saving folder, which the checkpoint is about to leave.
             self.state.best_model_checkpoint = str(output_dir / Path(self.state.best_model_checkpoint).name)
         if self.is_world_process_zero():
             self._run.write(saving_folder / name)
@@ -436,15 +469,16 @@ class NormLlavaTrainer(SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and processor. Every process must call this.
 
-        Without `output_dir` this saves the final model of the run. The model is written into a separate folder and
-        published only when it is complete. Under FSDP2 the shards are gathered first. Trainer would write the model in
-        its place, and sharded.
+        With `output_dir`, which Trainer gives for a checkpoint, this is Trainer's own method. Without it, this saves
+        the final model of the run: FSDP2's shards are gathered, and the model is written into a separate folder and
+        published only when it is complete. Trainer would write it in its place, and sharded.
         """
         if output_dir is not None:
             super().save_model(output_dir, _internal_call=True)
             return
 
-        self._unwrapped().__dict__.pop("_weight_conversions", None)  # the final model gets the Hub's names
+        # The final model gets the Hub's names again, which `_save_checkpoint` has turned off.
+        self._unwrapped().__dict__.pop("_weight_conversions", None)
         with open_saving_folder(Path(self.args.output_dir), self.accelerator) as saving_folder:
             if self.is_fsdp_enabled:
                 self._save_gathered(saving_folder)
@@ -457,7 +491,7 @@ class NormLlavaTrainer(SFTTrainer):
             publish_result(saving_folder, Path(self.args.output_dir))
 
     def _save_gathered(self, folder: Path) -> None:
-        """Gather the weights that FSDP2 has sharded in the main process's memory, and save them."""
+        """Gather the weights that FSDP2 has sharded, in the memory of the main process, which saves them."""
         weights = self.accelerator.get_state_dict(self.model)
         if not self.is_world_process_zero():
             return
@@ -473,6 +507,7 @@ class NormLlavaTrainer(SFTTrainer):
         return base_model(self.accelerator.unwrap_model(self.model))
 
     def _sum_over_processes(self, sums: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum of the tensors that the processes give. Every process must call this."""
         if self.accelerator.num_processes == 1:
             return sums
         return self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
@@ -480,20 +515,20 @@ class NormLlavaTrainer(SFTTrainer):
 
 @contextmanager
 def keep_dtypes(model: nn.Module) -> Iterator[None]:
-    """A block after which trained parameters again have the dtypes and values that they had before it.
+    """A block after which the trained parameters have the dtypes and values that they had before the block.
 
     TRL's constructor casts the trained parameters of a quantized model to bfloat16, whose rounding loses small steps,
     and most of what the norm's gain learns.
     """
-    trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
+    data_before = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     yield
-    for parameter, data in trained.items():
+    for parameter, data in data_before.items():
         if parameter.dtype != data.dtype:
             parameter.data = data.to(parameter.device)
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """L2 norm of the gradient of all `parameters` together, a scalar. If they are sharded, it is over all shards."""
+    """L2 norm of the gradient of all `parameters` together, a scalar. It includes the shards of other processes."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):

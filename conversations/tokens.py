@@ -18,9 +18,9 @@ IGNORED = -100
 class RowTokenizer:
     """Adds `input_ids`, `labels`, `num_images` and `length` to a row.
 
-    - `input_ids` and `labels` are of the same length. Each picture has a single image token in them, which the
-      collator repeats `tokens_per_image` times.
-    - `length` is the number of tokens after that, with all image tokens.
+    - `input_ids` and `labels` are of the same length. Each picture has a single image token in them. The collator of
+      training repeats it `tokens_per_image` times.
+    - `length` is the number of tokens after this repetition.
     - A label is -100 unless the template marks its token with `{% generation %}`. The first token's label is always
       -100, since no token comes before it from which it could be predicted.
 
@@ -37,15 +37,15 @@ class RowTokenizer:
     max_positions: int | None = None
     tokens_per_image: int = field(init=False)
     control_tokens: re.Pattern[str] = field(init=False)
-    # Whether the template is LLaVA's of stage 1. It leaves questions out, so conversations are refused.
-    plain: bool = field(init=False)
+    # LLaVA's template of stage 1 leaves out questions, so conversations are refused.
+    is_plain_template: bool = field(init=False)
 
     def __post_init__(self) -> None:
         tokenizer = self.processor.tokenizer
         image_token = self.processor.image_token
         self.tokens_per_image = self._count_tokens_per_image()
         self.control_tokens = control_token_pattern(tokenizer, image_token)
-        self.plain = self.chat_template == plain_template(tokenizer, image_token)
+        self.is_plain_template = self.chat_template == plain_template(tokenizer, image_token)
 
     def __call__(self, row: Row) -> Row:
         """Tokenize a row that `check_row` has found good.
@@ -53,7 +53,7 @@ class RowTokenizer:
         Raises:
             BadRowError: if the row is too long, or has nothing that the model could be trained on.
         """
-        if self.plain:
+        if self.is_plain_template:
             _require_one_answer(row)
 
         encoded = self._encode(row)
@@ -70,14 +70,14 @@ class RowTokenizer:
         return {**row, "input_ids": input_ids, "labels": labels, "num_images": num_images, "length": length}
 
     def expand_pictures(self, input_ids: list[int]) -> list[int]:
-        """A row's `input_ids`, or their beginning, with all image tokens of each picture."""
-        return self.repeat_at_pictures(input_ids, input_ids)
+        """A row's `input_ids`, or their beginning, with each image token repeated `tokens_per_image` times."""
+        return self.repeat_at_pictures(values=input_ids, input_ids=input_ids)
 
     def repeat_at_pictures(self, values: list[int], input_ids: list[int]) -> list[int]:
-        """Repeat the values at image tokens, such as their labels, `tokens_per_image` times.
+        """The values, with those at image tokens repeated `tokens_per_image` times.
 
         Args:
-            values: One value for each of `input_ids`.
+            values: One value for each of `input_ids`, such as its label.
             input_ids: A row's `input_ids`, in which each picture has a single image token.
         """
         repeated: list[int] = []
@@ -90,7 +90,8 @@ class RowTokenizer:
 
     def _count_tokens_per_image(self) -> int:
         size = self.processor.image_processor.crop_size
-        counts = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])])
+        image_sizes = [(size["height"], size["width"])]  # of a single picture
+        counts = self.processor._get_num_multimodal_tokens(image_sizes)
         return counts.num_image_tokens[0]
 
     def _encode(self, row: Row) -> Any:
@@ -108,13 +109,15 @@ class RowTokenizer:
 
         if self.max_positions is not None and length > self.max_positions:
             limit = f"the decoder has {self.max_positions} positions; max_length can only lower that"
-            raise BadRowError(row["source"], f"{length} tokens, but {limit}")
+            problem = f"{length} tokens, but {limit}"
+            raise BadRowError(row["source"], problem)
 
     def _mask_labels(self, input_ids: list[int], assistant_masks: list[int]) -> list[int]:
-        """The labels: a token's own id where it is trained, and -100 elsewhere."""
+        """The label of each token: the token's own id if it is trained, otherwise -100."""
         labels = []
         for token, is_marked in zip(input_ids, assistant_masks, strict=True):
-            # Marks are found by characters: in LLaVA's plain format a mark can reach the picture before the answer.
+            # transformers finds marked tokens by the characters of the text. In LLaVA's plain format, where the answer
+            # follows the picture at once, it can mark the image token too.
             is_image_token = token == self.processor.image_token_id
             is_trained = is_marked and not is_image_token
             labels.append(token if is_trained else IGNORED)
@@ -125,7 +128,7 @@ class RowTokenizer:
 
 
 def _require_one_answer(row: Row) -> None:
-    """Refuse a row for LLaVA's plain template unless it has one human turn and one answer."""
+    """Refuse a row for LLaVA's plain template unless its turns are a question and an answer."""
     roles = [turn["from"] for turn in row_turns(row)]
     if roles != ["human", "gpt"]:
         problem = "stage 'align' takes one human turn and one gpt turn, and would drop other questions"

@@ -22,7 +22,7 @@ from trl import SFTTrainer
 from typing_extensions import override
 
 from common.errors import UserError
-from conversations.measured import row_lengths
+from conversations.measured import integer_column, row_lengths
 from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
 from diagnostics.tokens import attended_tokens
@@ -166,7 +166,7 @@ class NormLlavaTrainer(SFTTrainer):
         """Run the batch with the most tokens and the batch with the most pictures once; see training/rehearsal.py."""
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
-        most_images = largest_batch(sampler, row_lengths(self.train_dataset, "num_images"), is_padded=False)
+        most_images = largest_batch(sampler, integer_column(self.train_dataset, "num_images"), is_padded=False)
 
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         with rehearsal(model, self.optimizer.optimizer, self.args.device):

@@ -63,7 +63,7 @@ def _read_rows(paths: list[str]) -> Iterator[Row]:
 def _image_path(image: Any) -> str:
     """The path of a picture in a JSON row.
 
-    A value that is not a path becomes a text that names no file, so that the row's check reports it.
+    A value that is not a path becomes a text that names no file, so that `check_row` reports it.
     """
     path = image
     if isinstance(image, dict):

@@ -8,7 +8,7 @@
 | the_cauldron | `texts` | `user` and `assistant` |
 
 Pictures are in `image` or `images`, or in the parts of messages. A text in the field `system` becomes the first turn.
-Rows of one file may have different layouts.
+Rows of one file may have different layouts. What is malformed is returned as it is: `check_row` of rows.py reports it.
 """
 
 import json
@@ -43,7 +43,7 @@ TURN_FIELDS = frozenset({"from", "value", "role", "content", *LOSS_FIELDS})
 PICTURE_FIELDS = ("image", "image_url", "path", "url")
 # The fields of a message's part that are read.
 PART_FIELDS = frozenset({"type", "text", *PICTURE_FIELDS})
-# The fields of a pair of question and answer in the_cauldron that are read.
+# The fields that are read of the_cauldron's pairs of question and answer.
 PAIR_FIELDS = frozenset({"user", "assistant"})
 
 
@@ -68,15 +68,15 @@ def read_row(row: Row) -> Row:
         reader = _TurnReader(column)
         read_turns = TURN_COLUMNS[column]
         turns = read_turns(row, reader)
-        images = _choose_pictures(row, reader.pictures)
+        pictures = _choose_pictures(row, reader.pictures)
         turns = _add_system(turns, row.get("system"))
         if column != "conversations":  # LLaVA's turns have to mark their pictures themselves
-            turns = _mark_pictures(turns, len(images))
+            turns = _mark_pictures(turns, len(pictures))
     except LayoutError as error:
         return {"images": [], "conversations": None, "problem": str(error), "unread": unread}
 
     unread += sorted(reader.unread)
-    return {"images": images, "conversations": turns, "problem": None, "unread": unread}
+    return {"images": pictures, "conversations": turns, "problem": None, "unread": unread}
 
 
 def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[str]:
@@ -172,14 +172,14 @@ class _TurnReader:
         self._num_placeholders = 0  # parts read so far that stand for a picture in the row's picture columns
 
     def read_turns(self, entries: Any) -> Any:
-        """Turns in LLaVA's form. What isn't a list is returned as it is, and the row's check reports it."""
+        """The turns in LLaVA's form. What isn't a list is returned as it is."""
         entries = unpack_list(entries)
         if not isinstance(entries, list):
             return entries
         return [self.read_turn(entry) for entry in entries]
 
     def read_turn(self, turn: Any) -> Turn:
-        """A turn in LLaVA's form. A malformed turn is returned as it is, and the row's check reports it."""
+        """The turn in LLaVA's form. A malformed turn is returned as it is."""
         if not isinstance(turn, dict):
             return turn
         role = _filled_field(turn, "from", "role")
@@ -187,21 +187,22 @@ class _TurnReader:
         if not isinstance(role, str) or role not in LLAVA_ROLES:
             return turn
 
-        role = LLAVA_ROLES[role]
-        _refuse_what_changes_training(turn, role)
+        llava_role = LLAVA_ROLES[role]
+        _refuse_what_changes_training(turn, llava_role)
         self.note_unread(turn, TURN_FIELDS)
-        if not isinstance(content, str):  # a text is never read as JSON here, since it is what the turn says
+        # A text stays as it is, even if it is a JSON list, since it is what the turn says.
+        if not isinstance(content, str):
             content = unpack_list(content)
         if isinstance(content, list):
-            content = self._join_parts(content, role)
-        return {"from": role, "value": content}
+            content = self._join_parts(content, llava_role)
+        return {"from": llava_role, "value": content}
 
     def note_unread(self, fields: dict[str, Any], read_names: frozenset[str]) -> None:
         """Add to `unread` the names of fields that have content, but aren't in `read_names`."""
         for name in _unread_fields(fields, read_names):
             self.unread.add(f"{self.column}[].{name}")
 
-    def _join_parts(self, parts: list[Any], role: str) -> str:
+    def _join_parts(self, parts: list[Any], llava_role: str) -> str:
         """Join the parts of a message into one text, with a mark for each picture."""
         pieces = []
         for part in parts:
@@ -210,7 +211,7 @@ class _TurnReader:
                 _check_text_part(part)
                 pieces.append(part["text"])
             elif kind in ("image", "image_url"):
-                _check_picture_part(part, role)
+                _check_picture_part(part, llava_role)
                 self._take_picture(part)
                 pieces.append(f"{IMAGE_MARK}\n")
             else:
@@ -239,11 +240,11 @@ class _TurnReader:
         self._num_placeholders += 1
 
 
-def _refuse_what_changes_training(turn: Turn, role: str) -> None:
+def _refuse_what_changes_training(turn: dict[str, Any], llava_role: str) -> None:
     """Refuse a turn that would need a training that isn't done here: of tool calls, or with weights of answers."""
     if has_content(turn.get("tool_calls")):
         raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
-    if role != "gpt":
+    if llava_role != "gpt":
         return
     for name in LOSS_FIELDS:
         if turn.get(name) not in (None, True):  # a weight of 1 is accepted too, since 1 equals True
@@ -257,8 +258,8 @@ def _check_text_part(part: dict[str, Any]) -> None:
         raise LayoutError(f"a part of text contains {IMAGE_MARK}, where parts mark the pictures")
 
 
-def _check_picture_part(part: dict[str, Any], role: str) -> None:
-    if role == "gpt":
+def _check_picture_part(part: dict[str, Any], llava_role: str) -> None:
+    if llava_role == "gpt":
         raise LayoutError("an assistant's message holds a picture")
     if has_content(part.get("text")):
         raise LayoutError("a picture's part holds text too; make them two parts")
@@ -335,7 +336,7 @@ def _read_texts(row: Row, reader: _TurnReader) -> list[Turn]:
     """The turns of pairs of question and answer, as the_cauldron stores them."""
     pairs = unpack_list(row["texts"])
     if not isinstance(pairs, list):
-        return []  # the row's check reports that there are no turns
+        return []  # `check_row` reports that there are no turns
 
     turns: list[Turn] = []
     for pair in pairs:
@@ -361,7 +362,7 @@ READ_COLUMNS = frozenset({*TURN_COLUMNS, "completion", "system", *PICTURE_COLUMN
 def _find_turns_column(row: Row) -> str:
     """The column that holds a row's turns.
 
-    If no column of turns has content, this is `"conversations"`, and the row's check reports that there are no turns.
+    If no column of turns has content, this is `"conversations"`, and `check_row` reports that there are no turns.
 
     Raises:
         LayoutError: if two columns of turns have content, or there is a completion without a prompt.
@@ -405,20 +406,20 @@ def _add_system(turns: Any, system: Any) -> Any:
     return [{"from": "system", "value": system}, *turns]
 
 
-def _mark_pictures(turns: Any, num_images: int) -> Any:
+def _mark_pictures(turns: Any, num_pictures: int) -> Any:
     """The turns. If none of them marks a picture, the first question begins with marks for all pictures, as in TRL."""
-    if not num_images or not isinstance(turns, list):
+    if not num_pictures or not isinstance(turns, list):
         return turns
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            return turns  # the row's check reports the malformed turn
+            return turns  # the turn is malformed
         if IMAGE_MARK in turn["value"]:
             return turns
 
     marked_turns = list(turns)
     for number, turn in enumerate(marked_turns):
         if turn["from"] == "human":
-            marks = f"{IMAGE_MARK}\n" * num_images
+            marks = f"{IMAGE_MARK}\n" * num_pictures
             marked_turns[number] = turn | {"value": marks + turn["value"]}
             break
     return marked_turns

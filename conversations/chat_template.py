@@ -36,7 +36,7 @@ class ChatFormat:
     answer_start: str = ""
 
 
-def _by_role(
+def _role_format(
     name: str, start: str, end: str, separator: str = "", assistant: str = "assistant", has_system: bool = True
 ) -> ChatFormat:
     """A format in which all turns have the same start, but for the role at its `{}`, and the same end.
@@ -62,13 +62,14 @@ def _by_role(
 
 
 FORMATS = (
-    _by_role("ChatML", "<|im_start|>{}\n", "<|im_end|>", separator="\n"),
-    _by_role("Llama 3", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
-    _by_role("Gemma", "<start_of_turn>{}\n", "<end_of_turn>", separator="\n", assistant="model", has_system=False),
+    _role_format("ChatML", "<|im_start|>{}\n", "<|im_end|>", separator="\n"),
+    _role_format("Llama 3", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
+    _role_format("Gemma", "<start_of_turn>{}\n", "<end_of_turn>", separator="\n", assistant="model", has_system=False),
 )
 
 # The template of all formats. `_fill` replaces each name between `@` by a text, most of them the `ChatFormat`'s.
-# `ns.system` holds a system message that has no turn of its own until the next user turn, which begins with it.
+# In a format without system turns, `ns.system` holds a system message until the next user turn, which begins with it.
+# If no user turn follows, the system message becomes one.
 # The `-` inside Jinja's tags drops the line breaks and spaces that make this text readable. A line break that belongs
 # to the prompt is written inside an expression.
 _CHAT_TEMPLATE = """\
@@ -185,6 +186,7 @@ def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
     """
     if not tokenizer.chat_template:
         return None
+    # The comments say what each text consists of, by the fields of `ChatFormat`.
     try:
         # user Q1 user_end
         question = _render(tokenizer, ["Q1"])
@@ -212,12 +214,12 @@ def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
         end_of_turn=tokenizer.eos_token,
         separator=after_answer.removeprefix(tokenizer.eos_token),
     )
-    if _writes_the_same(tokenizer, candidate):
+    if _writes_same_text(tokenizer, candidate):
         return candidate
     return None
 
 
-def _writes_the_same(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) -> bool:
+def _writes_same_text(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) -> bool:
     """Whether a format writes the same text as the tokenizer's own template.
 
     Conversations of one, two and four turns are compared, also with a system message if the tokenizer's template

@@ -63,7 +63,7 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
     turns = turns.remove_columns("unread")
     if picture_counts:
         return [pictures, turns], unread
-    return [turns], unread
+    return [turns], unread  # `turns` has a column with the pictures inside messages
 
 
 def count_unread_fields(rows: datasets.Dataset) -> Counter[str]:
@@ -81,8 +81,10 @@ def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
     for name in dataset.column_names:
         if name in READ_COLUMNS or name in IDENTIFYING_FIELDS:
             continue
-        num_rows = sum(int(_content_mask(chunk).sum()) for chunk in dataset.data[name].chunks)
-        if num_rows:
+        num_rows = 0
+        for chunk in dataset.data[name].chunks:
+            num_rows += int(_content_mask(chunk).sum())
+        if num_rows > 0:
             counts[name] = num_rows
     return counts
 
@@ -206,7 +208,7 @@ def _content_mask(array: pa.Array) -> np.ndarray:
 
 def undecoded_features(features: datasets.Features) -> datasets.Features:
     """The same features, with pictures undecoded. `image` and `images` become pictures, whatever their type was."""
-    undecoded = {name: _undecoded(feature) for name, feature in features.items()}
+    undecoded = {name: _undecode(feature) for name, feature in features.items()}
     picture = datasets.Image(decode=False)
     for column in PICTURE_COLUMNS:
         if column in features:
@@ -215,14 +217,14 @@ def undecoded_features(features: datasets.Features) -> datasets.Features:
     return datasets.Features(undecoded)
 
 
-def _undecoded(feature: Any) -> Any:
+def _undecode(feature: Any) -> Any:
     """The same feature, with pictures undecoded at any depth inside lists and dicts."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, (datasets.List, datasets.LargeList)):
-        return type(feature)(_undecoded(feature.feature))
+        return type(feature)(_undecode(feature.feature))
     if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
+        return {name: _undecode(inner) for name, inner in feature.items()}
     return feature
 
 

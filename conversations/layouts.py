@@ -241,7 +241,7 @@ class _TurnReader:
 
 
 def _refuse_what_changes_training(turn: dict[str, Any], llava_role: str) -> None:
-    """Refuse a turn that would need a training that isn't done here: of tool calls, or with weights of answers."""
+    """Refuse a turn that other trainers train in a way of its own: one with tool calls, or an answer with a weight."""
     if has_content(turn.get("tool_calls")):
         raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
     if llava_role != "gpt":
@@ -295,6 +295,7 @@ def _filled_field(turn: dict[str, Any], name: str, other_name: str) -> Any:
 
 
 def _read_conversations(row: Row, reader: _TurnReader) -> Any:
+    """The turns of `conversations`. A row without any turns may lack this column."""
     return reader.read_turns(row.get("conversations"))
 
 
@@ -367,20 +368,20 @@ def _find_turns_column(row: Row) -> str:
     Raises:
         LayoutError: if two columns of turns have content, or there is a completion without a prompt.
     """
-    filled = [column for column in TURN_COLUMNS if has_content(row.get(column))]
+    columns = [column for column in TURN_COLUMNS if has_content(row.get(column))]
     # In UltraChat, `prompt` repeats the first question of `messages`.
-    if filled == ["messages", "prompt"] and _is_first_text(row["prompt"], row["messages"]):
-        filled = ["messages"]
-    if has_content(row.get("completion")) and "prompt" not in filled:
+    if columns == ["messages", "prompt"] and _is_first_message(row["prompt"], row["messages"]):
+        columns = ["messages"]
+    if has_content(row.get("completion")) and "prompt" not in columns:
         raise LayoutError("there is a `completion` without a `prompt`")
-    if len(filled) > 1:
-        raise LayoutError(f"`{filled[0]}` and `{filled[1]}` both have content; keep one of them")
-    if not filled:
+    if len(columns) > 1:
+        raise LayoutError(f"`{columns[0]}` and `{columns[1]}` both have content; keep one of them")
+    if not columns:
         return "conversations"
-    return filled[0]
+    return columns[0]
 
 
-def _is_first_text(prompt: Any, messages: Any) -> bool:
+def _is_first_message(prompt: Any, messages: Any) -> bool:
     """Whether a prompt is the text of the first message."""
     messages = unpack_list(messages)
     if not isinstance(messages, list) or not messages:
@@ -394,7 +395,7 @@ def _choose_pictures(row: Row, pictures_in_messages: list[Any]) -> list[Any]:
     in_columns = pictures_in_columns(row)
     if in_columns and pictures_in_messages:
         raise LayoutError("there are pictures both in the messages and beside them; keep one of these")
-    return in_columns + pictures_in_messages  # one of the two is empty
+    return in_columns + pictures_in_messages  # at most one of the two has pictures
 
 
 def _add_system(turns: Any, system: Any) -> Any:

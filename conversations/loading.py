@@ -61,7 +61,8 @@ def load_rows(
     if streaming and source.kind in ("parquet", "dataset"):
         return _stream(source, folder, config, split)
 
-    rows = _standardise(_open(source, config, split), source, folder)
+    stored_rows = _load_stored_rows(source, config, split)
+    rows = _standardise(stored_rows, source, folder)
     if len(rows) == 0:
         raise UserError(f"{source.name}: there are no rows.")
     if streaming:
@@ -80,7 +81,7 @@ def _absolute_folder(source: Source, image_folder: str | None) -> str:
     return folder
 
 
-def _open(source: Source, config: str | None, split: str) -> datasets.Dataset:
+def _load_stored_rows(source: Source, config: str | None, split: str) -> datasets.Dataset:
     """The rows with their stored columns. Only the rows of JSON files are in our layout already."""
     if source.kind == "dataset":
         return _load_dataset(source, config, split)
@@ -143,11 +144,11 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
         message = "%s: nothing reads `%s`, which has content in %d of %d rows"
         logger.warning(message, source.name, field, count, len(dataset))
 
-    places = datasets.Dataset.from_dict({
+    added_columns = datasets.Dataset.from_dict({
         "image_folder": [image_folder] * len(dataset),
         "source": [f"{source.name}, row {number}" for number in range(len(dataset))],
     })  # fmt: skip
-    return datasets.concatenate_datasets([*columns, places], axis=1)
+    return datasets.concatenate_datasets([*columns, added_columns], axis=1)
 
 
 def _require_turns(source: Source, features: datasets.Features) -> None:

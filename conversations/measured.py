@@ -246,11 +246,11 @@ def keep_good_rows(
     """
     is_bad = np.array([problem != "" for problem in tokens["problem"]])
     if is_bad.any():
-        problems = _join(dataset.select_columns("source"), tokens.select_columns("problem"))
-        bad = problems.select(np.flatnonzero(is_bad))
-        _refuse_bad_rows(bad, len(dataset), bad_rows)
+        sources_and_problems = _join(dataset.select_columns("source"), tokens.select_columns("problem"))
+        problems = sources_and_problems.select(np.flatnonzero(is_bad))
+        _refuse_bad_rows(problems, len(dataset), bad_rows)
         if report_file is not None:
-            _report_bad_rows(bad, len(dataset), report_file)
+            _report_bad_rows(problems, len(dataset), report_file)
 
     # The turns are taken from `tokens`, where all have the same form. Good rows have no problem.
     left_out = [name for name in ("conversations", "problem") if name in dataset.column_names]
@@ -268,23 +268,33 @@ def _join(*columns: Dataset) -> Dataset:
     return concatenate_datasets(list(columns), axis=1)
 
 
-def _refuse_bad_rows(bad: Dataset, num_rows: int, bad_rows: Literal["error", "skip"]) -> None:
-    """Raise an error about bad rows, unless they are to be left out and there are good rows too."""
-    if bad_rows == "skip" and len(bad) < num_rows:
+def _refuse_bad_rows(problems: Dataset, num_rows: int, bad_rows: Literal["error", "skip"]) -> None:
+    """Raise an error about bad rows, unless they are to be left out and there are good rows too.
+
+    Args:
+        problems: The `source` and the `problem` of each bad row.
+        num_rows: The number of all rows.
+        bad_rows: The option of `keep_good_rows`.
+    """
+    has_good_rows = len(problems) < num_rows
+    if bad_rows == "skip" and has_good_rows:
         return
+
     advice = "fix the data"
-    if len(bad) < num_rows:
+    if has_good_rows:
         advice += ", or leave them out with bad_rows: skip"
-    problem = f"{bad[0]['problem']}. {len(bad)} of {num_rows} rows are bad; {advice}"
-    raise BadRowError(bad[0]["source"], problem)
+    first = problems[0]
+    problem = f"{first['problem']}. {len(problems)} of {num_rows} rows are bad; {advice}"
+    raise BadRowError(first["source"], problem)
 
 
-def _report_bad_rows(bad: Dataset, num_rows: int, report_file: Path) -> None:
+def _report_bad_rows(problems: Dataset, num_rows: int, report_file: Path) -> None:
+    """Add the `source` and the `problem` of each bad row to a file of JSON lines."""
     report_file.parent.mkdir(parents=True, exist_ok=True)
     with report_file.open("a", encoding="utf-8") as file:
-        for row in bad:
-            file.write(json.dumps(row) + "\n")
-    logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), num_rows, report_file)
+        for problem in problems:
+            file.write(json.dumps(problem) + "\n")
+    logger.warning("Left out %d of %d rows; listed with reasons in %s", len(problems), num_rows, report_file)
 
 
 def row_lengths(dataset: Dataset) -> np.ndarray:

@@ -53,21 +53,23 @@ class KeyAdapter(nn.Module):
     `nn.Linear` modules, because tools that quantize or adapt a model change all of its `nn.Linear` modules.
     """
 
-    def __init__(self, base: nn.Linear, config: NormLlavaKeyAdapterConfig) -> None:
+    def __init__(self, key_projection: nn.Linear, config: NormLlavaKeyAdapterConfig) -> None:
         super().__init__()
         rank = config.key_adapter_rank
+        in_features = key_projection.in_features
+        weight = key_projection.weight
         self.scaling = config.key_adapter_alpha / rank
         self.dropout = nn.Dropout(config.key_adapter_dropout)
-        options: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.down = nn.Parameter(torch.empty(2, rank, base.in_features, **options))  # A, which is filled below
-        self.up = nn.Parameter(torch.zeros(2, rank, base.out_features, **options))  # B, transposed
-        self.gate_weight = nn.Parameter(torch.zeros(2, base.in_features, **options))  # w
+        options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        self.down = nn.Parameter(torch.empty(2, rank, in_features, **options))  # A, which is filled below
+        self.up = nn.Parameter(torch.zeros(2, rank, key_projection.out_features, **options))  # B, transposed
+        self.gate_weight = nn.Parameter(torch.zeros(2, in_features, **options))  # w
         self.gate_bias = nn.Parameter(torch.zeros(2, **options))  # c
 
         # A starts at random, as in LoRA. It is filled here, because for modules inside the decoder transformers calls
         # the `_init_weights` of the decoder's class. (`from_pretrained` calls no `_init_weights` for key adapters: it
         # refuses a checkpoint without their weights.)
-        bound = base.in_features**-0.5
+        bound = in_features**-0.5
         nn.init.uniform_(self.down, -bound, bound)
 
     def forward(self, hidden_states: torch.Tensor, is_image_token: torch.Tensor) -> torch.Tensor:
@@ -171,7 +173,7 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     (`generate` doesn't accept it.)
     """
     arguments = dict(kwargs)
-    for name, value in zip(("input_ids", "pixel_values"), args, strict=False):  # the first two may have no keyword
+    for name, value in zip(("input_ids", "pixel_values"), args, strict=False):  # the arguments without a keyword
         arguments[name] = value
     input_ids = arguments.get("input_ids")
     if input_ids is None or "visual_token_mask" in kwargs:
@@ -186,11 +188,11 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
 
 
 def hand_over_mask(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of an attention module: turns its argument `visual_token_mask` into an attribute.
+    """Forward pre-hook of an attention module: makes `visual_token_mask` an attribute of the hidden states.
 
-    The attribute is that of the module's hidden states, which `k_proj` gets. `k_proj` can't get the mask as an
-    argument, but the decoder and its layers can. So every forward pass has its own mask, even when gradient
-    checkpointing computes a layer again or another thread runs the model at the same time.
+    The decoder and its layers pass the mask on as an argument, but `k_proj` takes the hidden states alone. On this way
+    every forward pass has its own mask, even when gradient checkpointing computes a layer again or another thread runs
+    the model at the same time.
     """
     hidden_states = args[0] if args else kwargs["hidden_states"]
     hidden_states.visual_token_mask = kwargs.pop("visual_token_mask", None)
@@ -211,7 +213,7 @@ class NormLlavaKeyAdapterForConditionalGeneration(NormLlavaForConditionalGenerat
     """[`NormLlavaForConditionalGeneration`] with key adapters."""
 
     config: NormLlavaKeyAdapterConfig
-    _model_class = NormLlavaKeyAdapterModel
+    _model_class = NormLlavaKeyAdapterModel  # the class of `self.model`
 
 
 NormLlavaKeyAdapterConfig.register_for_auto_class()

@@ -83,7 +83,7 @@ def picture_path(row: Row, image: Any) -> str | None:
     if "image_folder" not in row:
         return name
 
-    # Links are not resolved before the comparison, since the folder may hold links to other disks.
+    # Symbolic links are not resolved here, since the folder may hold links to other disks.
     folder = row["image_folder"]
     path = os.path.normpath(os.path.join(folder, name))
     if not Path(path).is_relative_to(folder):
@@ -96,7 +96,7 @@ def picture_path(row: Row, image: Any) -> str | None:
 
 
 def _picture_name(image: Any) -> str | None:
-    """The path of an undecoded picture, as the row gives it."""
+    """The path of an undecoded picture as the row gives it; `None` if it gives none."""
     return image["path"] if isinstance(image, dict) else image
 
 

@@ -27,8 +27,14 @@ class RowTokenizer:
     Args:
         processor: The model's processor.
         chat_template: The Jinja template that writes a row as text.
-        max_length: The largest `length` allowed. Longer samples are refused, never cut.
-        max_positions: The decoder's number of positions, which is a limit of `length` too.
+        max_length: The largest `length` allowed. Longer rows are refused, never cut.
+        max_positions: The decoder's number of positions. Rows with a larger `length` are refused too.
+
+    Attributes:
+        tokens_per_image: The number of image tokens that the decoder gets for each picture.
+        control_tokens: A pattern of texts that rows must not contain, for `check_row`.
+        is_plain_template: Whether `chat_template` is LLaVA's of stage 1. It leaves out questions, so only rows of one
+            question and one answer are accepted.
     """
 
     processor: LlavaProcessor
@@ -37,7 +43,6 @@ class RowTokenizer:
     max_positions: int | None = None
     tokens_per_image: int = field(init=False)
     control_tokens: re.Pattern[str] = field(init=False)
-    # LLaVA's template of stage 1 leaves out questions, so conversations are refused.
     is_plain_template: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +67,7 @@ class RowTokenizer:
         length = len(input_ids) + num_images * (self.tokens_per_image - 1)
         self._check_length(row, length)
 
-        labels = self._mask_labels(input_ids, encoded["assistant_masks"])
+        labels = self._make_labels(input_ids, encoded["assistant_masks"])
         if all(label == IGNORED for label in labels):
             problem = "no supervised token: the template marks no answer, or the tokenizer has `trim_offsets`"
             raise BadRowError(row["source"], problem)
@@ -95,7 +100,7 @@ class RowTokenizer:
         return counts.num_image_tokens[0]
 
     def _encode(self, row: Row) -> Any:
-        """The row's `input_ids`, and `assistant_masks`, which says of each token whether the template marks it."""
+        """The row's `input_ids`, and `assistant_masks`: for each token, 1 if the template marks it, otherwise 0."""
         try:
             return self.processor.tokenizer.apply_chat_template(
                 to_messages(row), chat_template=self.chat_template, return_dict=True, return_assistant_tokens_mask=True
@@ -112,12 +117,12 @@ class RowTokenizer:
             problem = f"{length} tokens, but {limit}"
             raise BadRowError(row["source"], problem)
 
-    def _mask_labels(self, input_ids: list[int], assistant_masks: list[int]) -> list[int]:
+    def _make_labels(self, input_ids: list[int], assistant_masks: list[int]) -> list[int]:
         """The label of each token: the token's own id if it is trained, otherwise -100."""
         labels = []
         for token, is_marked in zip(input_ids, assistant_masks, strict=True):
-            # transformers finds marked tokens by the characters of the text. In LLaVA's plain format, where the answer
-            # follows the picture at once, it can mark the image token too.
+            # transformers finds the marked tokens by the characters of the text. In LLaVA's plain format, where the
+            # answer directly follows the picture, the image token can count as marked too.
             is_image_token = token == self.processor.image_token_id
             is_trained = is_marked and not is_image_token
             labels.append(token if is_trained else IGNORED)

@@ -1,4 +1,4 @@
-"""What all commands have in common: plain log lines, one line for an error that the user can mend, and options."""
+"""What all commands share: how they log, how they end on an error, and how they read their options."""
 
 import argparse
 import logging
@@ -14,14 +14,14 @@ from transformers.utils import logging as transformers_logging
 from common.errors import UserError
 
 
-# Loggers whose warnings and notes no user of a command needs, by library.
+# Loggers of libraries whose warnings and notes no user of a command needs.
 SILENCED_LOGGERS = (
     "accelerate.accelerator",  # warns of rows repeated to fill the last batch, which doesn't happen here
     "bitsandbytes",  # warns of kernels that a CPU lacks
     "fontTools",  # reports each table of a font
     "httpx",  # reports each request
-    "httpx2",
-    "matplotlib",
+    "httpx2",  # reports each request
+    "matplotlib",  # reports when it lists the fonts of the machine
 )
 # They are silenced when this module is imported, since some libraries log while they are imported.
 for logger_name in SILENCED_LOGGERS:
@@ -51,18 +51,26 @@ def command() -> Iterator[None]:
 
 
 def describe_system_error(error: OSError) -> str:
-    """An `OSError` in one line.
+    """Describe an `OSError` in one line.
 
-    The system's own errors have a file's name. Those that libraries raise may have a text of several lines, or none.
+    An error of the operating system names a file. One that a library raises may have a text of several lines, or no
+    text at all.
     """
     if error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
-    text = str(error).strip() or type(error).__name__
+
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
     return text.splitlines()[0]
 
 
 def new_folder(path: str) -> Path:
-    """Read an option that names a folder to write to (a `type` for argparse), and refuse a folder that isn't empty."""
+    """Turn the text of an option into the folder that a command writes to. This is a `type` for argparse.
+
+    Raises:
+        ArgumentTypeError: if the folder exists and isn't empty.
+    """
     folder = Path(path)
     if folder.exists() and any(folder.iterdir()):
         raise argparse.ArgumentTypeError(f"{path} is not empty; choose another folder")
@@ -80,22 +88,22 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, wh
     Raises:
         UserError: if an option is unknown.
     """
-    args, unknown = parser.parse_known_args(argv)
-    if not unknown:
+    args, unknown_words = parser.parse_known_args(argv)
+    if not unknown_words:
         return args
 
-    name = unknown[0].split("=")[0]
-    options = chosen_parser(parser, args)._option_string_actions
-    similar_options = get_close_matches(name, options, n=1, cutoff=0.8)  # at least 80 % alike
-    hint = "."
+    name, _, _ = unknown_words[0].partition("=")  # --port of --port=1
+    known_options = list(chosen_parser(parser, args)._option_string_actions)
+    similar_options = get_close_matches(name, known_options, n=1, cutoff=0.8)  # at least 80 % alike
     if similar_options:
-        hint = f", did you mean {similar_options[0]}?"
-    raise UserError(f"{where}{name} is unknown{hint}")
+        raise UserError(f"{where}{name} is unknown, did you mean {similar_options[0]}?")
+    raise UserError(f"{where}{name} is unknown.")
 
 
 def chosen_parser(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
     """The parser of the subcommand that was given, or `parser` itself if the command has no subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            return action.choices[getattr(args, action.dest)]
+            subcommand = getattr(args, action.dest)
+            return action.choices[subcommand]
     return parser

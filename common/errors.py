@@ -14,18 +14,21 @@ class UserError(ValueError):
 
 @contextmanager
 def errors_named_after(name: str | Path) -> Iterator[None]:
-    """A block in which a library loads a model or a part of it; `name` is its folder or Hub id.
+    """Run the body of a `with` that loads a model or a part of it, and name the model in a library's error.
 
     transformers, PEFT and the model class raise `ValueError` for files that are wrong, and `ImportError` for a package
     that is missing. Most of these errors don't say which folder they are about.
 
+    Args:
+        name: The folder or Hub id that is loaded.
+
     Raises:
-        UserError: for such an error; its message begins with `name`.
+        UserError: in place of such an error; its message begins with `name`.
     """
     try:
         yield
     except UserError:
         raise
     except (ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())  # in one line
-        raise UserError(f"{name} can't be loaded: {reason}") from error
+        message_in_one_line = " ".join(str(error).split())
+        raise UserError(f"{name} can't be loaded: {message_in_one_line}") from error

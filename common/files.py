@@ -27,45 +27,52 @@ def fresh_folder(path: Path) -> Path:
 
 
 def folder_or_id(name: str) -> str:
-    """Check the name of a model, which is a folder or a Hub id, and return it.
+    """Check the name of a model, which is a folder or a Hub id, and return the name.
 
     Raises:
         UserError: if the name is that of a folder that doesn't exist. `from_pretrained` would look it up on the Hub.
     """
     path = Path(name)
-    # A Hub id is "name" or "owner/name". "owner/name" can be a folder only if there is a folder "owner".
-    has_parent_folder = path.parent != Path() and path.parent.is_dir()
-    is_local = len(path.parts) > 2 or has_parent_folder
-    if is_local and not path.exists():
+    num_parts = len(path.parts)
+    # A Hub id is "name" or "owner/name". A name of more parts is a folder's, and so is "runs/name" if there is a
+    # folder "runs".
+    is_folder = num_parts > 2 or (num_parts == 2 and path.parent.is_dir())
+    if is_folder and not path.exists():
         raise UserError(f"{name}: there is no such folder. It was not looked up on the Hub.")
     return name
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 hash of a file, which is never in memory as a whole."""
+    """The SHA-256 hash of a file in hexadecimal. The file is read in pieces, so it may be larger than the memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_files(folder: Path, *patterns: str) -> dict[str, str]:
-    """The hash of each file in a folder whose name matches one of the patterns, by the file's name."""
+    """The SHA-256 hashes of those files in a folder whose names match a pattern.
+
+    Returns:
+        The hash of each file, by the file's name.
+    """
     paths: set[Path] = set()
     for pattern in patterns:
-        paths |= set(folder.glob(pattern))
+        paths.update(folder.glob(pattern))
     return {path.name: sha256(path) for path in sorted(paths) if path.is_file()}
 
 
 def fingerprint(hashes: Mapping[str, str]) -> str:
-    """One hash for several files, from the hashes of the files by their names."""
+    """One hash for several files, made from the files' names and hashes as `hash_files` returns them."""
     lines = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def weights_fingerprint(folder: Path) -> str | None:
-    """The fingerprint of a model's weights, which tells which weights a result belongs to.
+    """The fingerprint of the weights in a model's folder. Stored with a result, it says which weights gave the result.
 
     Returns:
         `None` if the folder holds no files of weights.
     """
     hashes = hash_files(folder, WEIGHT_FILES)
-    return fingerprint(hashes) if hashes else None
+    if not hashes:
+        return None
+    return fingerprint(hashes)

@@ -29,9 +29,12 @@ def read_record(kind: Any, path: Path) -> Any:
 
 
 def describe_problems(error: ValidationError) -> str:
-    """All problems of a record in one line, each with the field that it is about."""
-    described = []
+    """Describe all problems of a record in one line, each with the field that it is about."""
+    descriptions = []
     for problem in error.errors():
-        field = ".".join(str(part) for part in problem["loc"])
-        described.append(f"{field}: {problem['msg']}" if field else problem["msg"])
-    return "; ".join(described)
+        description = problem["msg"]
+        field = ".".join(str(part) for part in problem["loc"])  # such as rows.0.name
+        if field:  # a problem of the whole file has no field
+            description = f"{field}: {description}"
+        descriptions.append(description)
+    return "; ".join(descriptions)

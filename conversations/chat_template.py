@@ -1,8 +1,8 @@
-"""Chat templates in a language model's own turn format, to which they add pictures and marks of the trained text.
+"""Writes Jinja chat templates that use a language model's own turn format, and that can hold pictures.
 
-Every template puts what the assistant says, with its end-of-turn token, inside `{% generation %}`. The labels of both
-training stages are made from these marks. Each part of a message is on a line of its own, as in LLaVA's
-"<image>\\nquestion".
+Every template puts the assistant's text and its end-of-turn token inside `{% generation %}`. transformers tells which
+tokens are inside, and training gives labels to these tokens alone. Each part of a message is on a line of its own, as
+in LLaVA's "<image>\\nquestion".
 """
 
 import json
@@ -19,8 +19,8 @@ from conversations.layouts import IMAGE_MARK
 class ChatFormat:
     """How a family of language models writes a conversation.
 
-    - User turn: `user + content + turn_end`.
-    - System turn: `system + content + turn_end`. With `system=None` there are no system turns: the system message
+    - User turn: `user + content + user_end`.
+    - System turn: `system + content + user_end`. With `system=None` there are no system turns: the system message
       comes at the beginning of the next user turn.
     - Assistant turn: `assistant + answer_start + content + end_of_turn + separator`. The model is trained on
       `answer_start + content + end_of_turn`.
@@ -29,22 +29,32 @@ class ChatFormat:
     name: str
     system: str | None
     user: str
-    turn_end: str
+    user_end: str
     assistant: str
     end_of_turn: str
     separator: str = ""
     answer_start: str = ""
 
 
-def _by_role(
+def _role_format(
     name: str, start: str, end: str, separator: str = "", assistant: str = "assistant", has_system: bool = True
 ) -> ChatFormat:
-    """A format in which all turns end alike, and begin alike but for the role, which stands at `{}` in `start`."""
+    """A format in which all turns have the same start, but for the role at its `{}`, and the same end.
+
+    Args:
+        name: The format's name.
+        start: What a turn starts with. `{}` stands for the role.
+        end: The token that ends a turn.
+        separator: What comes between two turns.
+        assistant: The format's name of the assistant's role.
+        has_system: Whether there are system turns.
+    """
+    system = start.format("system") if has_system else None
     return ChatFormat(
         name=name,
-        system=start.format("system") if has_system else None,
+        system=system,
         user=start.format("user"),
-        turn_end=end + separator,
+        user_end=end + separator,
         assistant=start.format(assistant),
         end_of_turn=end,
         separator=separator,
@@ -52,13 +62,16 @@ def _by_role(
 
 
 FORMATS = (
-    _by_role("ChatML", "<|im_start|>{}\n", "<|im_end|>", "\n"),
-    _by_role("Llama 3", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
-    _by_role("Gemma", "<start_of_turn>{}\n", "<end_of_turn>", "\n", assistant="model", has_system=False),
+    _role_format("ChatML", "<|im_start|>{}\n", "<|im_end|>", separator="\n"),
+    _role_format("Llama 3", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
+    _role_format("Gemma", "<start_of_turn>{}\n", "<end_of_turn>", separator="\n", assistant="model", has_system=False),
 )
 
-# `_fill` puts texts in place of the names between `@`. The `-` inside Jinja's tags drops the line breaks and spaces
-# that make this text readable. A line break that belongs to the prompt is written inside an expression.
+# The template of all formats. `_fill` replaces each name between `@` by a text, most of them the `ChatFormat`'s.
+# In a format without system turns, `ns.system` holds a system message until the next user turn, which begins with it.
+# If no user turn follows, the system message becomes one.
+# The `-` inside Jinja's tags drops the line breaks and spaces that make this text readable. A line break that belongs
+# to the prompt is written inside an expression.
 _CHAT_TEMPLATE = """\
 {%- macro render(content) -%}
     {%- if content is string -%}
@@ -74,7 +87,7 @@ _CHAT_TEMPLATE = """\
 {%- set ns = namespace(system="") -%}
 {%- for message in messages -%}
     {%- if message["role"] == "assistant" -%}
-        {{- @user@ + ns.system + @turn_end@ if ns.system else "" -}}
+        {{- @user@ + ns.system + @user_end@ if ns.system else "" -}}
         {%- set ns.system = "" -%}
         {{- @assistant@ -}}
         {%- generation -%}
@@ -84,19 +97,19 @@ _CHAT_TEMPLATE = """\
     {%- elif message["role"] == "system" -%}
         @SYSTEM_TURN@
     {%- elif message["role"] == "user" -%}
-        {{- @user@ + (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) + @turn_end@ -}}
+        {{- @user@ + (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) + @user_end@ -}}
         {%- set ns.system = "" -%}
     {%- else -%}
         {{- raise_exception("Unknown role " + message["role"] + "; allowed are system, user and assistant.") -}}
     {%- endif -%}
 {%- endfor -%}
-{{- @user@ + ns.system + @turn_end@ if ns.system else "" -}}
+{{- @user@ + ns.system + @user_end@ if ns.system else "" -}}
 {{- @assistant@ if add_generation_prompt else "" -}}
 """
 
-# What stands at `@SYSTEM_TURN@` where a system message has a turn of its own.
-_SYSTEM_TURN = '{{- @system@ + render(message["content"]) + @turn_end@ -}}'
-# What stands there where the next user turn begins with the system message.
+# The text for `@SYSTEM_TURN@` in a format with system turns.
+_SYSTEM_TURN = '{{- @system@ + render(message["content"]) + @user_end@ -}}'
+# The text for `@SYSTEM_TURN@` in a format without system turns.
 _SYSTEM_BEFORE_USER = (
     '{%- set ns.system = (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) -%}'
 )
@@ -130,12 +143,10 @@ def plain_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
 
 
 def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-    """The tokenizer's chat format.
+    """Choose the chat format of a tokenizer, which is the first of these that exists:
 
-    It is the first of these that there is:
-
-    1. the one of `FORMATS` whose end-of-turn token the tokenizer has,
-    2. the format that the tokenizer's own chat template shows (`"the language model's own"`),
+    1. the format of `FORMATS` whose end-of-turn token the tokenizer has,
+    2. the format that the tokenizer's own chat template writes (`"the language model's own"`),
     3. LLaVA-1.5's format (`"Vicuna"`).
 
     Raises:
@@ -150,68 +161,79 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         raise UserError(
             "The tokenizer has no `eos_token`, so answers have no end token. Set it in tokenizer_config.json."
         )
-    vicuna = ChatFormat(
+    own_format = _read_format(tokenizer)
+    if own_format is not None:
+        return own_format
+    return ChatFormat(
         name="Vicuna",
         system="",
         user="USER: ",
-        turn_end=" ",
+        user_end=" ",
         assistant="ASSISTANT:",
         answer_start=" ",
         end_of_turn=tokenizer.eos_token,
     )
-    return _read_format(tokenizer) or vicuna
 
 
 def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
     """Read a tokenizer's chat format from what its own chat template writes.
 
-    The template is given a conversation with the texts Q1 (question), A1 (answer) and S1 (system message), and the
-    format's texts are what stands between them.
+    The template writes a conversation of a question "Q1" and an answer "A1", once with a system message "S1". The
+    format's texts are what it writes around these three.
 
     Returns:
         `None` if there is no chat template, or if no [`ChatFormat`] writes the same text.
     """
     if not tokenizer.chat_template:
         return None
+    # The comments say what each text consists of, by the fields of `ChatFormat`.
     try:
+        # user Q1 user_end
         question = _render(tokenizer, ["Q1"])
-        asked = _render(tokenizer, ["Q1"], add_generation_prompt=True)
+        # user Q1 user_end assistant
+        prompt = _render(tokenizer, ["Q1"], add_generation_prompt=True)
+        # user Q1 user_end assistant answer_start A1 end_of_turn separator
         answered = _render(tokenizer, ["Q1", "A1"])
     except Exception:  # a model's Jinja template may raise anything
         return None
+    # system S1 user_end user Q1 user_end
     instructed = _render_system(tokenizer, ["Q1"], "S1")
 
-    user, _, turn_end = question.partition("Q1")
-    answer_start, _, after_answer = answered.removeprefix(asked).partition("A1")
+    user, _, user_end = question.partition("Q1")
+    answer_start, _, after_answer = answered.removeprefix(prompt).partition("A1")
     system = None
-    if instructed is not None and instructed.endswith(f"S1{turn_end}{question}"):
-        system = instructed.partition("S1")[0]
+    if instructed is not None and instructed.endswith(f"S1{user_end}{question}"):
+        system, _, _ = instructed.partition("S1")
     candidate = ChatFormat(
         name="the language model's own",
         system=system,
         user=user,
-        turn_end=turn_end,
-        assistant=asked.removeprefix(question),
+        user_end=user_end,
+        assistant=prompt.removeprefix(question),
         answer_start=answer_start,
         end_of_turn=tokenizer.eos_token,
         separator=after_answer.removeprefix(tokenizer.eos_token),
     )
-    if _writes_the_same(tokenizer, candidate):
+    if _writes_same_text(tokenizer, candidate):
         return candidate
     return None
 
 
-def _writes_the_same(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) -> bool:
+def _writes_same_text(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) -> bool:
     """Whether a format writes the same text as the tokenizer's own template.
 
-    Conversations of one to four turns are compared, also with a system message if the tokenizer's template writes one.
+    Conversations of one, two and four turns are compared, also with a system message if the tokenizer's template
+    writes one.
     """
     template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)
     for texts in (["One?"], ["One?", "Two."], ["One?", "Two.", "Three?", "Four."]):
         if _render(tokenizer, texts, chat_template=template) != _render(tokenizer, texts):
             return False
-        own_text = _render_system(tokenizer, texts, "Be brief.")
-        if own_text is not None and _render(tokenizer, texts, "Be brief.", chat_template=template) != own_text:
+
+        expected = _render_system(tokenizer, texts, "Be brief.")
+        if expected is None:
+            continue
+        if _render(tokenizer, texts, "Be brief.", chat_template=template) != expected:
             return False
     return True
 
@@ -220,9 +242,9 @@ def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | 
     """What a chat template writes for a conversation, without the BOS token.
 
     Args:
-        tokenizer: The tokenizer, whose own chat template is used unless `options` have another.
-        texts: Questions and answers in turn, beginning with a question.
-        system: The system message, if there is to be one.
+        tokenizer: The tokenizer. Its own chat template is used unless `options` name another.
+        texts: The texts of user and assistant in turn, beginning with the user's.
+        system: The system message, if there is one.
         options: More options for `apply_chat_template`.
     """
     messages = []
@@ -237,7 +259,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | 
 
 
 def _render_system(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str) -> str | None:
-    """What the tokenizer's own template writes with a system message; `None` if it refuses or drops the message."""
+    """What the tokenizer's own chat template writes for a conversation with a system message.
+
+    Returns:
+        `None` if the template refuses or drops the system message.
+    """
     try:
         rendered = _render(tokenizer, texts, system)
     except Exception:  # a model's Jinja template may raise anything
@@ -255,10 +281,15 @@ def _write_template(chat_format: ChatFormat, tokenizer: PreTrainedTokenizerBase,
 
 
 def _fill(template: str, tokenizer: PreTrainedTokenizerBase, texts: dict[str, str | None]) -> str:
-    """A template in which each `@name@` is replaced by the text of this name, as a Jinja string."""
-    # If the tokenizer starts every text with BOS, so does the template. Processors don't add BOS a second time.
-    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    template = template.replace("@bos@", "bos_token" if adds_bos else '""')
+    """A template in which each `@name@` is replaced by the text of this name, as a Jinja string.
+
+    `@bos@` becomes Jinja's variable `bos_token` if the tokenizer starts every text with BOS. (A processor doesn't add
+    BOS a second time.)
+    """
+    first_ids = tokenizer("a").input_ids[:1]
+    adds_bos = tokenizer.bos_token_id is not None and first_ids == [tokenizer.bos_token_id]
+    bos = "bos_token" if adds_bos else '""'
+    template = template.replace("@bos@", bos)
     for name, text in texts.items():
         template = template.replace(f"@{name}@", json.dumps(text))
     return template

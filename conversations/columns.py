@@ -19,12 +19,12 @@ from datasets.fingerprint import Hasher
 
 from common.errors import UserError
 from common.files import hash_files
-from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ_COLUMNS, Row, read_row
+from conversations.layouts import IDENTIFYING_FIELDS, PICTURE_COLUMNS, READ_COLUMNS, Row, read_row
 from conversations.sources import Source
 
 
-# The columns of rows that were read from another layout than LLaVA's. `conversations` holds the turns as JSON text,
-# since malformed turns may have any type.
+# The columns of rows whose turns `read_row` has read. `conversations` holds the turns as JSON text, since malformed
+# turns may have any type. `problem` and `unread` are described at `read_row`.
 READ_FEATURES = datasets.Features(
     {
         "conversations": datasets.Value("string"),
@@ -33,7 +33,7 @@ READ_FEATURES = datasets.Features(
     }
 )
 PICTURES = datasets.List(datasets.Image(decode=False))
-# Takes the place of a picture that lies in a picture column, while its row's turns are read: the picture isn't loaded.
+# Stands for a picture of the columns `image` or `images` while the row's turns are read, so that it isn't loaded.
 _PICTURE_IN_COLUMN = object()
 
 
@@ -41,15 +41,15 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
     """Read the pictures and turns of a dataset.
 
     Returns:
-        Datasets of the same rows, whose columns are to be put side by side. Then the fields that nothing reads: by
-        name of such a field, the number of rows in which it has content.
+        - Datasets that each hold some columns of all rows. The caller puts these columns side by side.
+        - For each field that nothing reads, the number of rows in which it has content.
     """
     features = undecoded_features(dataset.features)
     unread = _count_unread_columns(dataset)
     picture_features = {name: features[name] for name in PICTURE_COLUMNS if name in features}
     if _has_llava_turns(features):
-        kept = datasets.Features(picture_features | {"conversations": features["conversations"]})
-        return [_select(dataset, kept)], unread
+        used_features = picture_features | {"conversations": features["conversations"]}
+        return [_select(dataset, datasets.Features(used_features))], unread
 
     pictures = _select(dataset, datasets.Features(picture_features))
     picture_counts = {}
@@ -59,40 +59,50 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
             picture_counts[name] = counts
 
     turns = _read_turns(dataset, features, picture_counts)
-    unread += count_names(turns)
+    unread += count_unread_fields(turns)
     turns = turns.remove_columns("unread")
     if picture_counts:
         return [pictures, turns], unread
-    return [turns], unread
+    return [turns], unread  # `turns` has a column with the pictures inside messages
 
 
-def count_names(rows: datasets.Dataset) -> Counter[str]:
-    """In how many rows the column `unread` lists a name, by name."""
+def count_unread_fields(rows: datasets.Dataset) -> Counter[str]:
+    """For each field that the column `unread` names, the number of rows that name it."""
     names = pc.list_flatten(rows.data["unread"])
-    return Counter({entry["values"]: entry["counts"] for entry in names.value_counts().to_pylist()})
+    counts: Counter[str] = Counter()
+    for entry in names.value_counts().to_pylist():  # such as {"values": "caption", "counts": 2}
+        counts[entry["values"]] = entry["counts"]
+    return counts
 
 
 def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
-    """In how many rows a column has content, by column; only columns that nothing reads."""
+    """For each column that nothing reads, the number of rows in which it has content."""
     counts: Counter[str] = Counter()
     for name in dataset.column_names:
-        if name in READ_COLUMNS or name in IDENTIFYING:
+        if name in READ_COLUMNS or name in IDENTIFYING_FIELDS:
             continue
-        num_rows = sum(int(_content_mask(chunk).sum()) for chunk in dataset.data[name].chunks)
-        if num_rows:
+        num_rows = 0
+        for chunk in dataset.data[name].chunks:
+            num_rows += int(_content_mask(chunk).sum())
+        if num_rows > 0:
             counts[name] = num_rows
     return counts
 
 
 def _has_llava_turns(features: datasets.Features) -> bool:
-    """Whether the turns of a dataset are in LLaVA's layout already, so that its column can be used as it is."""
-    text_columns = (READ_COLUMNS & features.keys()) - set(PICTURE_COLUMNS)
-    if text_columns != {"conversations"}:
+    """Whether the turns of a dataset are in LLaVA's layout already, so that their column can be used as it is."""
+    if _text_columns(features) != ["conversations"]:
         return False
     turns = features["conversations"]
-    if not isinstance(turns, (datasets.List, datasets.LargeList)) or not isinstance(turns.feature, dict):
+    if not isinstance(turns, (datasets.List, datasets.LargeList)):
         return False
-    return set(turns.feature) == {"from", "value"}
+    turn = turns.feature
+    return isinstance(turn, dict) and set(turn) == {"from", "value"}
+
+
+def _text_columns(features: datasets.Features) -> list[str]:
+    """The columns that are read, except those of pictures."""
+    return [name for name in features if name in READ_COLUMNS and name not in PICTURE_COLUMNS]
 
 
 def _read_turns(
@@ -103,34 +113,37 @@ def _read_turns(
     Args:
         dataset: A dataset with columns of turns.
         features: The dataset's features, with pictures undecoded.
-        picture_counts: The number of pictures in each row, by name of a picture column. Only columns that hold a
-            picture are listed. The turns are read with these numbers in place of the pictures, which aren't loaded.
+        picture_counts: For each picture column that holds a picture, the number of pictures in each row. The turns are
+            read with these numbers in place of the pictures, which aren't loaded.
 
     Returns:
-        The columns of `READ_FEATURES`. If no picture column holds a picture, there is a column `images` too: it has
-        the pictures that lie inside the messages, which are copied into datasets' cache folder.
+        The columns of `READ_FEATURES`. If no picture column holds a picture, there is also a column `images` with the
+        pictures inside the messages, which are copied into datasets' cache folder.
     """
-    text_columns = [name for name in features if name in READ_COLUMNS and name not in PICTURE_COLUMNS]
-    table = _select(dataset, datasets.Features({name: features[name] for name in text_columns}))
+    text_features = datasets.Features({name: features[name] for name in _text_columns(features)})
+    rows_to_read = _select(dataset, text_features)
     read_features = READ_FEATURES
     if picture_counts:
-        table = datasets.concatenate_datasets([table, datasets.Dataset.from_dict(picture_counts)], axis=1)
+        count_columns = datasets.Dataset.from_dict(picture_counts)
+        rows_to_read = datasets.concatenate_datasets([rows_to_read, count_columns], axis=1)
     else:
         read_features = datasets.Features({"images": PICTURES, **READ_FEATURES})
+
+    # datasets' own fingerprint leaves out the code that `_read_fields` calls, so turns that an earlier version of this
+    # package read would be taken from the cache.
     code_hashes = hash_files(Path(__file__).parent, "*.py")
-    return table.map(
+    fingerprint = Hasher.hash([rows_to_read._fingerprint, list(picture_counts), code_hashes])
+    return rows_to_read.map(
         partial(_read_fields, picture_columns=list(picture_counts)),
-        remove_columns=table.column_names,
+        remove_columns=rows_to_read.column_names,
         features=read_features,
-        # datasets' own fingerprint leaves out the code that the function calls, so turns that an earlier version of
-        # this package read would be taken from the cache.
-        new_fingerprint=Hasher.hash([table._fingerprint, list(picture_counts), code_hashes]),
+        new_fingerprint=fingerprint,
         desc="Reading the turns",
     )
 
 
 def _read_fields(fields: Row, picture_columns: list[str]) -> Row:
-    """Read a row's fields, among which each picture column holds its number of pictures in place of the pictures."""
+    """Read a row in which each picture column holds the number of its pictures in place of the pictures."""
     for name in picture_columns:
         num_pictures = fields[name]
         fields[name] = [_PICTURE_IN_COLUMN] * num_pictures
@@ -158,34 +171,35 @@ def _count_pictures(column: pa.ChunkedArray) -> list[int]:
 
 
 def _count_in_lists(array: pa.Array) -> np.ndarray:
-    """The number of entries with content in each list of an array of lists."""
-    list_of_entry = np.array(pc.list_parent_indices(array), dtype=int)
-    has_content = _content_mask(array.flatten())
-    return np.bincount(list_of_entry[has_content], minlength=len(array))
+    """The number of entries with content in each list of an array of lists: int64 of shape `(num_lists,)`."""
+    # For each entry of all lists: the number of its list, and whether the entry has content.
+    list_numbers = np.array(pc.list_parent_indices(array), dtype=int)
+    entry_has_content = _content_mask(array.flatten())
+    return np.bincount(list_numbers[entry_has_content], minlength=len(array))
 
 
 def _content_mask(array: pa.Array) -> np.ndarray:
-    """Whether each entry of an array has content.
+    """Whether each entry of an array has content: boolean, of shape `(num_entries,)`.
 
-    It has the same rules as `has_content`, but doesn't turn the entries into Python values.
+    The rules are those of `has_content` in layouts.py, but the entries aren't turned into Python values.
     """
-    kind = array.type
-    if pa.types.is_null(kind):
+    arrow_type = array.type
+    if pa.types.is_null(arrow_type):
         return np.zeros(len(array), dtype=bool)
-    if _is_list(kind):
+    if _is_list(arrow_type):
         return _count_in_lists(array) > 0
-    if pa.types.is_struct(kind):
+    if pa.types.is_struct(arrow_type):
         mask = np.zeros(len(array), dtype=bool)
         for field in array.flatten():
             mask |= _content_mask(field)
         return mask
 
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type):
         stripped = pc.utf8_trim_whitespace(array)
         entry_has_content = pc.greater(pc.utf8_length(stripped), 0)
-    elif pa.types.is_boolean(kind):
+    elif pa.types.is_boolean(arrow_type):
         entry_has_content = array
-    elif pa.types.is_floating(kind):
+    elif pa.types.is_floating(arrow_type):
         entry_has_content = pc.invert(pc.is_nan(array))
     else:
         entry_has_content = pc.is_valid(array)
@@ -193,8 +207,8 @@ def _content_mask(array: pa.Array) -> np.ndarray:
 
 
 def undecoded_features(features: datasets.Features) -> datasets.Features:
-    """The same features, with pictures undecoded. `image` and `images` become pictures, whatever type they had."""
-    undecoded = {name: _undecoded(feature) for name, feature in features.items()}
+    """The same features, with pictures undecoded. `image` and `images` become pictures, whatever their type was."""
+    undecoded = {name: _undecode(feature) for name, feature in features.items()}
     picture = datasets.Image(decode=False)
     for column in PICTURE_COLUMNS:
         if column in features:
@@ -203,26 +217,24 @@ def undecoded_features(features: datasets.Features) -> datasets.Features:
     return datasets.Features(undecoded)
 
 
-def _undecoded(feature: Any) -> Any:
+def _undecode(feature: Any) -> Any:
     """The same feature, with pictures undecoded at any depth inside lists and dicts."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, (datasets.List, datasets.LargeList)):
-        return type(feature)(_undecoded(feature.feature))
+        return type(feature)(_undecode(feature.feature))
     if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
+        return {name: _undecode(inner) for name, inner in feature.items()}
     return feature
 
 
 def _select(dataset: datasets.Dataset, features: datasets.Features) -> datasets.Dataset:
-    """The columns of a dataset that `features` names, cast to these features.
-
-    Pictures are never written anew, since they can take 100 GB.
-    """
+    """The columns of a dataset that `features` names, cast to these features."""
     dataset = dataset.select_columns(list(features))
     info = dataset.info.copy()
     info.features = features
-    # `Dataset.cast` would write all pictures of a list column anew; casting the Arrow table copies no picture.
+    # `Dataset.cast` would write all pictures of a list column anew, which can take 100 GB. Casting the Arrow table
+    # copies no picture.
     table = dataset.data.cast(features.arrow_schema)
     return datasets.Dataset(table, info=info, split=dataset.split)
 
@@ -232,10 +244,10 @@ class _TypesDifferError(Exception):
 
 
 def common_features(source: Source) -> datasets.Features | None:
-    """Features that fit all parquet files of a source.
+    """Find features that fit all parquet files of a source.
 
-    `datasets` takes the types of the first file. A column that is all null or empty in the first file, such as the
-    pictures of a shard of text, has no type there, so the next file would not fit.
+    By itself, `datasets` takes the types of the first file for all. If a column of the first file is all null or
+    empty, such as the pictures of a shard of text, it has no type there, and the next file doesn't fit.
 
     Returns:
         `None` if all files have the same types, or if no features fit them all.
@@ -245,14 +257,17 @@ def common_features(source: Source) -> datasets.Features | None:
     """
     types: dict[str, pa.DataType] = {}
     types_differ = False
-    for file in source.files or sorted(Path(source.name).rglob("*.parquet")):
+    files = source.files
+    if not files:
+        files = sorted(Path(source.name).rglob("*.parquet"))
+    for file in files:
         for field in _read_schema(file):
-            known = types.setdefault(field.name, field.type)
-            if field.type == known:
+            type_so_far = types.setdefault(field.name, field.type)
+            if field.type == type_so_far:
                 continue
             types_differ = True
             try:
-                types[field.name] = _merge_types(known, field.type)
+                types[field.name] = _merge_types(type_so_far, field.type)
             except _TypesDifferError:
                 # The files may belong to different configurations or splits, which aren't read together. If they are
                 # read together, `datasets` reports that their types don't fit.
@@ -285,10 +300,13 @@ def _merge_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         fields = {field.name: field.type for field in one}
         for field in other:
-            fields[field.name] = _merge_types(fields.get(field.name, field.type), field.type)
+            if field.name in fields:
+                fields[field.name] = _merge_types(fields[field.name], field.type)
+            else:
+                fields[field.name] = field.type
         return pa.struct(list(fields.items()))
     raise _TypesDifferError
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+def _is_list(arrow_type: pa.DataType) -> bool:
+    return pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type)

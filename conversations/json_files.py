@@ -12,7 +12,7 @@ from datasets.exceptions import DatasetGenerationError
 from common.errors import UserError
 from common.files import hash_files, sha256
 from conversations.columns import PICTURES, READ_FEATURES
-from conversations.layouts import READERS, Row, read_row
+from conversations.layouts import TURN_COLUMNS, Row, read_row
 from conversations.sources import Source
 
 
@@ -24,30 +24,31 @@ def read_json_files(source: Source) -> datasets.Dataset:
     """
     code_hashes = hash_files(Path(__file__).parent, "*.py")
     content_hashes = [sha256(file) for file in source.files]
-    key = hashlib.sha256(json.dumps([content_hashes, code_hashes]).encode()).hexdigest()
+    all_hashes = json.dumps([content_hashes, code_hashes])
+    fingerprint = hashlib.sha256(all_hashes.encode()).hexdigest()
     try:
         return datasets.Dataset.from_generator(
             _read_rows,
             features=datasets.Features({"images": PICTURES, **READ_FEATURES}),
-            gen_kwargs={"names": [str(file) for file in source.files]},
-            fingerprint=key,
+            gen_kwargs={"paths": [str(file) for file in source.files]},
+            fingerprint=fingerprint,
         )
     except DatasetGenerationError as error:
-        # `datasets` wraps an error that `_read_rows` raises in one of its own.
+        # `datasets` wraps an error that `_read_rows` raises into an error of its own.
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
 
 
-def _read_rows(names: list[str]) -> Iterator[Row]:
-    """The rows of JSON files, in the layout that `read_row` gives."""
+def _read_rows(paths: list[str]) -> Iterator[Row]:
+    """The rows of JSON files, each read by `read_row`, with the turns as JSON text."""
     num_rows = 0
-    for name in names:
-        for number, fields in enumerate(_parse_file(Path(name))):
+    for path in paths:
+        for number, fields in enumerate(_parse_file(Path(path))):
             if not isinstance(fields, dict):
                 problem = 'is not a row like {"image": ..., "conversations": [...]}'
                 beginning = json.dumps(fields)[:60]
-                raise UserError(f"{name}: row {number} {problem}: {beginning}")
+                raise UserError(f"{path}: row {number} {problem}: {beginning}")
 
             row = read_row(fields)
             row["images"] = [{"bytes": None, "path": _image_path(image)} for image in row["images"]]
@@ -56,27 +57,27 @@ def _read_rows(names: list[str]) -> Iterator[Row]:
             num_rows += 1
 
     if num_rows == 0:
-        raise UserError(f"{', '.join(names)}: there are no rows.")
+        raise UserError(f"{', '.join(paths)}: there are no rows.")
 
 
 def _image_path(image: Any) -> str:
     """The path of a picture in a JSON row.
 
-    A value that is not a path becomes a text that names no file, so that the row's check reports it.
+    A value that is not a path becomes a text that names no file, so that `check_row` reports it.
     """
     path = image
     if isinstance(image, dict):
         path = image.get("path")
     if not isinstance(path, str):
         path = f"{str(image)[:80]} (not a path)"
-    # JSON can hold half of a surrogate pair, which Arrow can't store: it becomes "?".
+    # JSON can hold half of a surrogate pair, which Arrow can't store. Here the half becomes "?".
     return path.encode(errors="replace").decode()
 
 
 def _parse_file(path: Path) -> Iterable[Any]:
     """The rows of a file: a JSON list, a mapping that holds a list of rows as in `{"data": [...]}`, or JSON lines."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")  # UTF-8, with or without a byte-order mark
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: {error}. Save it as UTF-8.") from None
 
@@ -101,18 +102,20 @@ def _find_list(text: str) -> list[Any] | None:
         content = json.loads(text)
     except ValueError:  # JSON lines of several rows, or a torn file, which `_parse_lines` reports
         return None
-    if not isinstance(content, dict) or _has_turns(content):  # with turns it is itself a row: JSON lines of one row
+    if not isinstance(content, dict):
+        return None
+    if _is_row(content):  # JSON lines of a single row, whose list of turns is no list of rows
         return None
 
     for value in content.values():
-        if isinstance(value, list) and value and _has_turns(value[0]):
+        if isinstance(value, list) and value and _is_row(value[0]):
             return value
     return None
 
 
-def _has_turns(content: Any) -> bool:
+def _is_row(content: Any) -> bool:
     """Whether a JSON value is a row: a mapping with a field that holds turns."""
-    return isinstance(content, dict) and not READERS.keys().isdisjoint(content)
+    return isinstance(content, dict) and any(name in TURN_COLUMNS for name in content)
 
 
 def _parse_lines(path: Path, text: str) -> Iterator[Any]:

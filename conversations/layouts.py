@@ -1,4 +1,4 @@
-"""Reads rows of several layouts into the one layout that the rest of the code uses, which is LLaVA's.
+"""Reads rows of several layouts, and returns them in LLaVA's layout, which the rest of the code uses.
 
 | layout | column | turns |
 |---|---|---|
@@ -8,7 +8,7 @@
 | the_cauldron | `texts` | `user` and `assistant` |
 
 Pictures are in `image` or `images`, or in the parts of messages. A text in the field `system` becomes the first turn.
-Rows of one file may have different layouts.
+Rows of one file may have different layouts. What is malformed is returned as it is: `check_row` of rows.py reports it.
 """
 
 import json
@@ -26,29 +26,29 @@ Row = dict[str, Any]
 Turn = dict[str, Any]
 
 PICTURE_COLUMNS = ("images", "image")
-# LLaVA's name of a role, by the names that rows use.
+# LLaVA's name of a role, by each name that rows use for it.
 LLAVA_ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
-# Fields that say where a row comes from or how large its picture is. They hold nothing to learn, so nobody is warned
-# that they aren't read.
-IDENTIFYING = frozenset({
+# Fields that say where a row comes from or how large its picture is. They aren't read, and no warning names them,
+# since they hold nothing to learn.
+IDENTIFYING_FIELDS = frozenset({
     "id", "idx", "index", "uid", "uuid", "key", "hash", "__index_level_0__",
     "source", "data_source", "dataset", "split", "license", "model", "lang", "language",
     "height", "width",
 })  # fmt: skip
-# Fields of a turn by which other trainers weigh an answer in the loss, or leave it out.
+# Fields of a turn that give the answer a weight in other trainers' losses, or leave it out of them.
 LOSS_FIELDS = ("weight", "loss", "train")
 # The fields of a turn that are read.
 TURN_FIELDS = frozenset({"from", "value", "role", "content", *LOSS_FIELDS})
 # The fields of a message's part that can hold its picture.
-PAYLOAD_FIELDS = ("image", "image_url", "path", "url")
+PICTURE_FIELDS = ("image", "image_url", "path", "url")
 # The fields of a message's part that are read.
-PART_FIELDS = frozenset({"type", "text", *PAYLOAD_FIELDS})
-# The fields of a pair of question and answer in the_cauldron that are read.
+PART_FIELDS = frozenset({"type", "text", *PICTURE_FIELDS})
+# The fields that are read of the_cauldron's pairs of question and answer.
 PAIR_FIELDS = frozenset({"user", "assistant"})
 
 
 class LayoutError(UserError):
-    """A row whose content can't be read, or not without changing what it says."""
+    """A row that can't be read, or whose meaning would change if it were read."""
 
 
 def read_row(row: Row) -> Row:
@@ -65,26 +65,24 @@ def read_row(row: Row) -> Row:
     unread = _unread_fields(row, READ_COLUMNS)
     try:
         column = _find_turns_column(row)
-        reader = _Reader(column)
-        turns = READERS[column](row, reader)
-        images = _choose_pictures(row, reader.pictures)
+        reader = _TurnReader(column)
+        read_turns = TURN_COLUMNS[column]
+        turns = read_turns(row, reader)
+        pictures = _choose_pictures(row, reader.pictures)
         turns = _add_system(turns, row.get("system"))
         if column != "conversations":  # LLaVA's turns have to mark their pictures themselves
-            turns = _mark_pictures(turns, len(images))
+            turns = _mark_pictures(turns, len(pictures))
     except LayoutError as error:
         return {"images": [], "conversations": None, "problem": str(error), "unread": unread}
 
     unread += sorted(reader.unread)
-    return {"images": images, "conversations": turns, "problem": None, "unread": unread}
+    return {"images": pictures, "conversations": turns, "problem": None, "unread": unread}
 
 
-def _unread_fields(fields: dict[str, Any], read: frozenset[str]) -> list[str]:
-    """The names of fields that have content, but are neither in `read` nor in `IDENTIFYING`."""
-    names = []
-    for name, value in fields.items():
-        if name not in read and name not in IDENTIFYING and has_content(value):
-            names.append(name)
-    return names
+def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[str]:
+    """The names of fields that have content, but are neither in `read_names` nor in `IDENTIFYING_FIELDS`."""
+    known_names = read_names | IDENTIFYING_FIELDS
+    return [name for name, value in fields.items() if name not in known_names and has_content(value)]
 
 
 def pictures_in_columns(row: Row) -> list[Any]:
@@ -105,7 +103,7 @@ def pictures_in_columns(row: Row) -> list[Any]:
 
 
 def has_content(value: Any) -> bool:
-    """Whether a value says something: null, NaN, `False`, blank text, and lists or dicts of only these do not."""
+    """Whether a value says something. Null, NaN, `False`, blank text, and lists or dicts of only these don't."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, list | tuple):
@@ -118,9 +116,9 @@ def has_content(value: Any) -> bool:
 
 
 def unpack_list(entries: Any) -> Any:
-    """Turn a stored form of a list of turns or parts back into the list. Anything else is returned as it is.
+    """Unpack a list of turns or of parts that is stored in another form. Anything else is returned as it is.
 
-    A `datasets.Sequence` of dicts is stored as a dict of lists, and some datasets store lists as JSON text.
+    `datasets` stores a `Sequence` of dicts as a dict of lists, and some datasets store lists as JSON text.
 
     Raises:
         LayoutError: if the lists of such a dict differ in length.
@@ -133,12 +131,12 @@ def unpack_list(entries: Any) -> Any:
 
 
 def _join_columns(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """The list whose entries have one value from each column."""
+    """The list of dicts that is stored as a dict of lists: entry 0 has the first value of each list, and so on."""
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise LayoutError(f"turns are stored as lists of different lengths: {lengths}")
 
-    num_entries = max(lengths.values(), default=0)
+    num_entries = max(lengths.values(), default=0)  # all lengths are equal
     entries = []
     for number in range(num_entries):
         entries.append({name: column[number] for name, column in columns.items()})
@@ -158,7 +156,7 @@ def _decode_list(text: str) -> Any:
     return text
 
 
-class _Reader:
+class _TurnReader:
     """Reads the turns of one row.
 
     Attributes:
@@ -171,17 +169,17 @@ class _Reader:
         self.column = column
         self.pictures: list[Any] = []
         self.unread: set[str] = set()
-        self._num_placeholders = 0  # parts that stand for a picture in the row's picture columns
+        self._num_placeholders = 0  # parts read so far that stand for a picture in the row's picture columns
 
-    def turns(self, entries: Any) -> Any:
-        """Turns in LLaVA's form. What isn't a list is returned as it is, and the row's check reports it."""
+    def read_turns(self, entries: Any) -> Any:
+        """The turns in LLaVA's form. What isn't a list is returned as it is."""
         entries = unpack_list(entries)
         if not isinstance(entries, list):
             return entries
-        return [self.turn(entry) for entry in entries]
+        return [self.read_turn(entry) for entry in entries]
 
-    def turn(self, turn: Any) -> Turn:
-        """A turn in LLaVA's form. A malformed turn is returned as it is, and the row's check reports it."""
+    def read_turn(self, turn: Any) -> Turn:
+        """The turn in LLaVA's form. A malformed turn is returned as it is."""
         if not isinstance(turn, dict):
             return turn
         role = _filled_field(turn, "from", "role")
@@ -189,20 +187,22 @@ class _Reader:
         if not isinstance(role, str) or role not in LLAVA_ROLES:
             return turn
 
-        role = LLAVA_ROLES[role]
-        _refuse_what_changes_training(turn, role)
+        llava_role = LLAVA_ROLES[role]
+        _refuse_what_changes_training(turn, llava_role)
         self.note_unread(turn, TURN_FIELDS)
-        if not isinstance(content, str):  # a text is never read as JSON here, since it is what the turn says
+        # A text stays as it is, even if it is a JSON list, since it is what the turn says.
+        if not isinstance(content, str):
             content = unpack_list(content)
         if isinstance(content, list):
-            content = self._join_parts(content, role)
-        return {"from": role, "value": content}
+            content = self._join_parts(content, llava_role)
+        return {"from": llava_role, "value": content}
 
-    def note_unread(self, fields: dict[str, Any], read: frozenset[str]) -> None:
-        """Add the fields that have content, but aren't in `read`, to `unread`."""
-        self.unread.update(f"{self.column}[].{name}" for name in _unread_fields(fields, read))
+    def note_unread(self, fields: dict[str, Any], read_names: frozenset[str]) -> None:
+        """Add to `unread` the names of fields that have content, but aren't in `read_names`."""
+        for name in _unread_fields(fields, read_names):
+            self.unread.add(f"{self.column}[].{name}")
 
-    def _join_parts(self, parts: list[Any], role: str) -> str:
+    def _join_parts(self, parts: list[Any], llava_role: str) -> str:
         """Join the parts of a message into one text, with a mark for each picture."""
         pieces = []
         for part in parts:
@@ -211,7 +211,7 @@ class _Reader:
                 _check_text_part(part)
                 pieces.append(part["text"])
             elif kind in ("image", "image_url"):
-                _check_picture_part(part, role)
+                _check_picture_part(part, llava_role)
                 self._take_picture(part)
                 pieces.append(f"{IMAGE_MARK}\n")
             else:
@@ -220,15 +220,19 @@ class _Reader:
         return "".join(pieces)
 
     def _take_picture(self, part: dict[str, Any]) -> None:
-        """Collect the picture of a part. A part without a picture stands for the next one in the row's columns."""
-        payloads = _picture_payloads(part)
-        if len(payloads) > 1:
+        """Add the picture of a part to `pictures`.
+
+        A part without a picture is a placeholder for the next picture in the row's picture columns.
+        """
+        pictures = _part_pictures(part)
+        if len(pictures) > 1:
             raise LayoutError("a part names its picture twice")
-        if payloads:
-            self.pictures.append(payloads[0])
+        if pictures:
+            self.pictures.append(pictures[0])
             return
 
-        # Some datasets number such parts from 0. The columns' pictures are taken in order, so the numbers must agree.
+        # Some datasets number their placeholders from 0. The columns' pictures are taken in order, so the numbers must
+        # be in order too.
         expected_index = self._num_placeholders
         index = part.get("index", expected_index)
         if index not in (None, expected_index):
@@ -236,11 +240,11 @@ class _Reader:
         self._num_placeholders += 1
 
 
-def _refuse_what_changes_training(turn: Turn, role: str) -> None:
-    """Refuse a turn that asks for a training that isn't done here: with tool calls, or with an answer's own weight."""
+def _refuse_what_changes_training(turn: dict[str, Any], llava_role: str) -> None:
+    """Refuse a turn that other trainers train in a way of its own: one with tool calls, or an answer with a weight."""
     if has_content(turn.get("tool_calls")):
         raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
-    if role != "gpt":
+    if llava_role != "gpt":
         return
     for name in LOSS_FIELDS:
         if turn.get(name) not in (None, True):  # a weight of 1 is accepted too, since 1 equals True
@@ -248,137 +252,154 @@ def _refuse_what_changes_training(turn: Turn, role: str) -> None:
 
 
 def _check_text_part(part: dict[str, Any]) -> None:
-    if any(has_content(part.get(name)) for name in PAYLOAD_FIELDS):
+    if any(has_content(part.get(name)) for name in PICTURE_FIELDS):
         raise LayoutError("a part of text holds a picture too; make them two parts")
     if IMAGE_MARK in part["text"]:
         raise LayoutError(f"a part of text contains {IMAGE_MARK}, where parts mark the pictures")
 
 
-def _check_picture_part(part: dict[str, Any], role: str) -> None:
-    if role == "gpt":
+def _check_picture_part(part: dict[str, Any], llava_role: str) -> None:
+    if llava_role == "gpt":
         raise LayoutError("an assistant's message holds a picture")
     if has_content(part.get("text")):
         raise LayoutError("a picture's part holds text too; make them two parts")
 
 
-def _picture_payloads(part: dict[str, Any]) -> list[Any]:
+def _part_pictures(part: dict[str, Any]) -> list[Any]:
     """The undecoded pictures of a part, each of which is a path, or a mapping with a path or bytes."""
-    payloads = []
-    for name in PAYLOAD_FIELDS:
-        payload = part.get(name)
-        if name == "image_url" and isinstance(payload, dict):
-            payload = payload.get("url")
-        if isinstance(payload, bytes):
-            payload = {"bytes": payload, "path": None}
-        if has_content(payload):
-            payloads.append(payload)
-    return payloads
+    pictures = []
+    for name in PICTURE_FIELDS:
+        picture = part.get(name)
+        if name == "image_url" and isinstance(picture, dict):  # OpenAI's form: {"image_url": {"url": ...}}
+            picture = picture.get("url")
+        if isinstance(picture, bytes):
+            picture = {"bytes": picture, "path": None}
+        if has_content(picture):
+            pictures.append(picture)
+    return pictures
 
 
-def _filled_field(turn: dict[str, Any], name: str, other: str) -> Any:
+def _filled_field(turn: dict[str, Any], name: str, other_name: str) -> Any:
     """The value of the field that has content. If neither field has content, the first value that isn't null.
 
     Raises:
         LayoutError: if both fields have content.
     """
-    if has_content(turn.get(name)) and has_content(turn.get(other)):
-        raise LayoutError(f"a turn has both `{name}` and `{other}`; keep one of them")
-    if has_content(turn.get(other)) or turn.get(name) is None:
-        return turn.get(other)
-    return turn[name]
+    value = turn.get(name)
+    other_value = turn.get(other_name)
+    if has_content(value) and has_content(other_value):
+        raise LayoutError(f"a turn has both `{name}` and `{other_name}`; keep one of them")
+    if has_content(other_value) or value is None:
+        return other_value
+    return value
 
 
-def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
-    """The turns of a prompt and its completion. Only the completion may hold answers, which are trained."""
+def _read_conversations(row: Row, reader: _TurnReader) -> Any:
+    """The turns of `conversations`. A row without any turns may lack this column."""
+    return reader.read_turns(row.get("conversations"))
+
+
+def _read_messages(row: Row, reader: _TurnReader) -> Any:
+    return reader.read_turns(row["messages"])
+
+
+def _read_prompt(row: Row, reader: _TurnReader) -> list[Turn]:
+    """The turns of a prompt and its completion.
+
+    Only the completion may hold answers, since every answer is trained.
+    """
     prompt = _read_text_or_messages(row, "prompt", "user", reader)
     if any(isinstance(turn, dict) and turn.get("from") == "gpt" for turn in prompt):
         raise LayoutError("`prompt` holds an answer, which would be trained too; give such rows as `messages`")
     return prompt + _read_text_or_messages(row, "completion", "assistant", reader)
 
 
-def _read_text_or_messages(row: Row, column: str, role: str, reader: _Reader) -> list[Turn]:
+def _read_text_or_messages(row: Row, column: str, role: str, reader: _TurnReader) -> list[Turn]:
     """The turns of a column that holds messages, or a text, which becomes one turn with the given role."""
     content = row.get(column)
     if isinstance(content, str) and not _are_messages(unpack_list(content)):
         content = [{"role": role, "content": content}]
 
-    turns = reader.turns(content)
+    turns = reader.read_turns(content)
     if not isinstance(turns, list):
         raise LayoutError(f"`{column}` is neither a text nor a list of messages")
     return turns
 
 
 def _are_messages(entries: Any) -> bool:
-    """Whether this is a list of messages. A JSON list without roles is an answer, such as a list of boxes, or `[]`."""
+    """Whether this is a list of messages, which have roles. Other lists are a text, such as a list of boxes."""
     if not isinstance(entries, list) or not entries:
         return False
     return all("role" in entry or "from" in entry for entry in entries)
 
 
-def _read_texts(row: Row, reader: _Reader) -> list[Turn]:
+def _read_texts(row: Row, reader: _TurnReader) -> list[Turn]:
     """The turns of pairs of question and answer, as the_cauldron stores them."""
     pairs = unpack_list(row["texts"])
     if not isinstance(pairs, list):
-        return []  # the row's check reports that there are no turns
+        return []  # `check_row` reports that there are no turns
 
     turns: list[Turn] = []
     for pair in pairs:
         if not isinstance(pair, dict) or "user" not in pair or "assistant" not in pair:
             raise LayoutError(f'an entry of `texts` is not {{"user": ..., "assistant": ...}}: {str(pair)[:100]}')
-        turns.append(reader.turn({"role": "user", "content": pair["user"]}))
-        turns.append(reader.turn({"role": "assistant", "content": pair["assistant"]}))
+        turns.append(reader.read_turn({"role": "user", "content": pair["user"]}))
+        turns.append(reader.read_turn({"role": "assistant", "content": pair["assistant"]}))
         reader.note_unread(pair, PAIR_FIELDS)
     return turns
 
 
-# For each layout, the column that holds its turns, and the function that reads them.
-READERS: dict[str, Callable[[Row, _Reader], Any]] = {
-    "conversations": lambda row, reader: reader.turns(row.get("conversations")),
-    "messages": lambda row, reader: reader.turns(row["messages"]),
+# The columns that can hold a row's turns, each with the function that reads them.
+TURN_COLUMNS: dict[str, Callable[[Row, _TurnReader], Any]] = {
+    "conversations": _read_conversations,
+    "messages": _read_messages,
     "prompt": _read_prompt,
     "texts": _read_texts,
 }
 # All columns that are read.
-READ_COLUMNS = frozenset({*READERS, "completion", "system", *PICTURE_COLUMNS})
+READ_COLUMNS = frozenset({*TURN_COLUMNS, "completion", "system", *PICTURE_COLUMNS})
 
 
 def _find_turns_column(row: Row) -> str:
     """The column that holds a row's turns.
 
-    It is `"conversations"` if no column of turns has content. The row's check then reports that there are no turns.
+    If no column of turns has content, this is `"conversations"`, and `check_row` reports that there are no turns.
 
     Raises:
         LayoutError: if two columns of turns have content, or there is a completion without a prompt.
     """
-    filled = [column for column in READERS if has_content(row.get(column))]
-    if filled == ["messages", "prompt"] and _is_first_text(row["prompt"], row["messages"]):
-        filled = ["messages"]  # in UltraChat, `prompt` repeats the first question
-    if has_content(row.get("completion")) and "prompt" not in filled:
+    columns = [column for column in TURN_COLUMNS if has_content(row.get(column))]
+    # In UltraChat, `prompt` repeats the first question of `messages`.
+    if columns == ["messages", "prompt"] and _is_first_message(row["prompt"], row["messages"]):
+        columns = ["messages"]
+    if has_content(row.get("completion")) and "prompt" not in columns:
         raise LayoutError("there is a `completion` without a `prompt`")
-    if len(filled) > 1:
-        raise LayoutError(f"`{filled[0]}` and `{filled[1]}` both have content; keep one of them")
-    if not filled:
+    if len(columns) > 1:
+        raise LayoutError(f"`{columns[0]}` and `{columns[1]}` both have content; keep one of them")
+    if not columns:
         return "conversations"
-    return filled[0]
+    return columns[0]
 
 
-def _is_first_text(prompt: Any, messages: Any) -> bool:
+def _is_first_message(prompt: Any, messages: Any) -> bool:
     """Whether a prompt is the text of the first message."""
     messages = unpack_list(messages)
-    first = messages[0] if isinstance(messages, list) and messages else None
-    return isinstance(first, dict) and first.get("content") == prompt
+    if not isinstance(messages, list) or not messages:
+        return False
+    first_message = messages[0]
+    return isinstance(first_message, dict) and first_message.get("content") == prompt
 
 
-def _choose_pictures(row: Row, pictures_inside: list[Any]) -> list[Any]:
+def _choose_pictures(row: Row, pictures_in_messages: list[Any]) -> list[Any]:
     """The row's pictures, which are either in its picture columns or inside its messages."""
-    beside = pictures_in_columns(row)
-    if beside and pictures_inside:
+    in_columns = pictures_in_columns(row)
+    if in_columns and pictures_in_messages:
         raise LayoutError("there are pictures both in the messages and beside them; keep one of these")
-    return beside or pictures_inside
+    return in_columns + pictures_in_messages  # at most one of the two has pictures
 
 
 def _add_system(turns: Any, system: Any) -> Any:
-    """The turns, after a system turn if the field `system` has a text."""
+    """The turns. If the field `system` has a text, a system turn with this text comes before them."""
     if not has_content(system) or not isinstance(turns, list):
         return turns
     if any(isinstance(turn, dict) and turn.get("from") == "system" for turn in turns):
@@ -386,20 +407,20 @@ def _add_system(turns: Any, system: Any) -> Any:
     return [{"from": "system", "value": system}, *turns]
 
 
-def _mark_pictures(turns: Any, num_images: int) -> Any:
-    """If no turn marks a picture, mark all pictures before the first question, as TRL does."""
-    if not num_images or not isinstance(turns, list):
+def _mark_pictures(turns: Any, num_pictures: int) -> Any:
+    """The turns. If none of them marks a picture, the first question begins with marks for all pictures, as in TRL."""
+    if not num_pictures or not isinstance(turns, list):
         return turns
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            return turns  # the row's check reports the malformed turn
+            return turns  # the turn is malformed
         if IMAGE_MARK in turn["value"]:
             return turns
 
     marked_turns = list(turns)
     for number, turn in enumerate(marked_turns):
         if turn["from"] == "human":
-            marks = f"{IMAGE_MARK}\n" * num_images
+            marks = f"{IMAGE_MARK}\n" * num_pictures
             marked_turns[number] = turn | {"value": marks + turn["value"]}
             break
     return marked_turns

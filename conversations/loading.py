@@ -1,7 +1,7 @@
 """Loads rows from JSON or parquet files, or from a dataset on disk or on the Hub, also as a stream.
 
-Whatever layout the rows have (`conversations/layouts.py`), they come out in the one that `conversations/rows.py`
-describes, with their pictures undecoded.
+The rows may have any layout of `conversations/layouts.py`. They are returned in the layout of `conversations/rows.py`,
+which is "our layout" here, with their pictures undecoded.
 """
 
 import hashlib
@@ -20,15 +20,16 @@ from pyarrow import ArrowException
 
 from common.errors import UserError
 from common.files import sha256
-from conversations.columns import common_features, count_names, read_columns, undecoded_features
+from conversations.columns import common_features, count_unread_fields, read_columns, undecoded_features
 from conversations.json_files import read_json_files
-from conversations.layouts import READERS, Row, read_row
+from conversations.layouts import TURN_COLUMNS, Row, read_row
 from conversations.sources import Source, find_source
 
 
 logger = logging.getLogger(__name__)
 
-# A stream of rows that are on disk is split into so many shards, since each reader takes whole shards.
+# The number of shards of a stream whose rows are on disk. Each reader takes whole shards, so this is also the largest
+# number of readers.
 NUM_SHARDS = 64
 
 
@@ -53,15 +54,15 @@ def load_rows(
         streaming: Whether to read parquet files and datasets while they are used, without converting them first.
 
     Raises:
-        UserError: if there are no rows, what is there can't be read as rows, or the file, folder, split or
-            configuration doesn't exist.
+        UserError: if the file, folder, split or configuration doesn't exist, holds no rows, or can't be read.
     """
     source = find_source(name)
     folder = _absolute_folder(source, image_folder)
     if streaming and source.kind in ("parquet", "dataset"):
         return _stream(source, folder, config, split)
 
-    rows = _standardise(_open(source, config, split), source, folder)
+    stored_rows = _load_stored_rows(source, config, split)
+    rows = _standardise(stored_rows, source, folder)
     if len(rows) == 0:
         raise UserError(f"{source.name}: there are no rows.")
     if streaming:
@@ -80,23 +81,24 @@ def _absolute_folder(source: Source, image_folder: str | None) -> str:
     return folder
 
 
-def _open(source: Source, config: str | None, split: str) -> datasets.Dataset:
-    """The rows with the columns that they are stored with. Rows of JSON files are in our layout already."""
+def _load_stored_rows(source: Source, config: str | None, split: str) -> datasets.Dataset:
+    """The rows with their stored columns. Only the rows of JSON files are in our layout already."""
     if source.kind == "dataset":
         return _load_dataset(source, config, split)
 
     if source.kind == "json":
-        rows = read_json_files(source)
+        loaded = read_json_files(source)
     elif source.kind == "parquet":
-        rows = _load_dataset(source)
+        loaded = _load_dataset(source)
     else:
-        with _errors_name(source):
-            rows = datasets.load_from_disk(source.name)
+        with _library_errors_for(source):
+            loaded = datasets.load_from_disk(source.name)
 
-    splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
+    splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
     if config is not None or split not in splits:
         available = f"it has the splits {', '.join(splits)} and no configurations"
-        raise UserError(f"{source.name}: {available}, so no {config or split!r}.")
+        missing = split if config is None else config
+        raise UserError(f"{source.name}: {available}, so no {missing!r}.")
     return splits[split]
 
 
@@ -105,16 +107,16 @@ def _load_dataset(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load a source with `datasets.load_dataset`: parquet files, a folder or a Hub id."""
     options: dict[str, Any] = {"features": common_features(source), "streaming": streaming}
-    with _errors_name(source):
-        if source.kind == "parquet":  # such files are one split, and have no configurations
+    with _library_errors_for(source):
+        if source.kind == "parquet":  # the files are one split, and have no configurations
             files = [str(file) for file in source.files]
             return datasets.load_dataset("parquet", data_files=files, split="train", **options)
         return datasets.load_dataset(source.name, config, split=split, **options)
 
 
 @contextmanager
-def _errors_name(source: Source) -> Iterator[None]:
-    """Turn the errors of `datasets` and Arrow in a `with` into a `UserError` that names the source.
+def _library_errors_for(source: Source) -> Iterator[None]:
+    """Run the body of a `with`, and turn an error of `datasets` or Arrow into a `UserError` that names the source.
 
     These libraries raise errors of many types for data that they can't read, and for an unknown split or
     configuration. No code of ours may run in the `with`, since its bugs would look like faults of the user's data.
@@ -122,13 +124,15 @@ def _errors_name(source: Source) -> Iterator[None]:
     try:
         yield
     except (ArrowException, DatasetGenerationError, TypeError, ValueError) as error:
-        raise UserError(f"{source.name}: {error.__cause__ or error}") from error
+        # `datasets` wraps many errors into one of its own, which says less.
+        cause = error.__cause__ or error
+        raise UserError(f"{source.name}: {cause}") from error
 
 
 def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -> datasets.Dataset:
     """A dataset in our layout, with its pictures undecoded. Warns of fields that nothing reads."""
     if source.kind == "json":
-        unread = count_names(dataset)
+        unread = count_unread_fields(dataset)
         columns = [dataset.remove_columns("unread")]
     else:
         _require_turns(source, dataset.features)
@@ -140,58 +144,62 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
         message = "%s: nothing reads `%s`, which has content in %d of %d rows"
         logger.warning(message, source.name, field, count, len(dataset))
 
-    places = datasets.Dataset.from_dict({
+    added_columns = datasets.Dataset.from_dict({
         "image_folder": [image_folder] * len(dataset),
         "source": [f"{source.name}, row {number}" for number in range(len(dataset))],
     })  # fmt: skip
-    return datasets.concatenate_datasets([*columns, places], axis=1)
+    return datasets.concatenate_datasets([*columns, added_columns], axis=1)
 
 
 def _require_turns(source: Source, features: datasets.Features) -> None:
     """Refuse a dataset that has no column of turns."""
-    if not READERS.keys() & features.keys():
+    if not any(name in TURN_COLUMNS for name in features):
         raise UserError(
             f"{source.name}: no turns: the columns are {', '.join(features)}, and turns are read from "
-            f"{', '.join(READERS)}. Write one of these from your own; docs/data.md has an example of each."
+            f"{', '.join(TURN_COLUMNS)}. Write one of these from your own; docs/data.md has an example of each."
         )
 
 
 def _stream(source: Source, image_folder: str, config: str | None, split: str) -> datasets.IterableDataset:
     """A stream of a dataset's rows in our layout, with their pictures undecoded."""
     rows: Any = _load_dataset(source, config, split, streaming=True)
-    with _errors_name(source):
-        # Where the stream doesn't know its features, they are found from its first rows.
-        features = rows.features or rows._resolve_features().features
+    with _library_errors_for(source):
+        if not rows.features:
+            rows = rows._resolve_features()  # finds the features from the first rows
+    features = rows.features
     _require_turns(source, features)
 
     rows = rows.cast(undecoded_features(features))
-    with _errors_name(source):
-        first_row = next(iter(rows), None)
-    if first_row is None:
+    with _library_errors_for(source):
+        first_rows = list(rows.take(1))
+    if not first_rows:
         raise UserError(f"{source.name}: there are no rows.")
 
-    read = partial(_read_streamed, name=source.name, image_folder=image_folder)
-    return rows.map(read, remove_columns=list(features))
+    read_streamed = partial(_read_streamed, name=source.name, image_folder=image_folder)
+    return rows.map(read_streamed, remove_columns=list(features))
 
 
 def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
     """A streamed row in our layout.
 
-    A stream doesn't number its rows, so the source is the row's `id` or the beginning of its text.
+    A stream doesn't number its rows, so the row's `source` has its `id` or the beginning of its text.
     """
     row = read_row(fields)
     for field in row.pop("unread"):
         _warn_once(name, field)
-    beginning = str(row["conversations"] or fields)[:80]
-    place = fields.get("id") or beginning
-    return row | {"image_folder": image_folder, "source": f"{name}, row {place}"}
+
+    row_id = fields.get("id")
+    if not row_id:
+        text = row["conversations"] or fields  # all fields if the turns can't be read
+        row_id = str(text)[:80]
+    return row | {"image_folder": image_folder, "source": f"{name}, row {row_id}"}
 
 
 @cache
 def _warn_once(name: str, field: str) -> None:
-    """Warn of a field that nothing reads, once in each process.
+    """Warn of a field of a stream that nothing reads, once in each process: `cache` skips a repeated call.
 
-    In how many rows it has content can't be said, since a stream's rows can't be counted before they are read.
+    The warning has no number of rows, since a stream's rows can't be counted before they are read.
     """
     logger.warning("%s: nothing reads `%s`, which has content", name, field)
 
@@ -205,7 +213,8 @@ def has_splits(name: str) -> bool:
 def stream_fingerprint(name: str, config: str | None, split: str) -> str:
     """A fingerprint of the data that a stream reads, of the configuration and of the split."""
     content = _describe_content(find_source(name), config)
-    return hashlib.sha256(json.dumps([config, split, content]).encode()).hexdigest()
+    description = json.dumps([config, split, content])
+    return hashlib.sha256(description.encode()).hexdigest()
 
 
 def _describe_content(source: Source, config: str | None) -> Any:

@@ -29,10 +29,10 @@ from conversations.tokens import RowTokenizer
 logger = logging.getLogger(__name__)
 
 # The number of rows whose pictures are in memory at a time.
-BATCH = 100
+BATCH_SIZE = 100
 # The number of rows whose pictures' paths are in memory at a time.
-PATHS_BATCH = 1000
-# The columns that are kept of a row. A good row's `problem` is "", and a bad row has nothing but its `problem`.
+PATHS_BATCH_SIZE = 1000
+# The columns of the result. In a good row `problem` is "". In a bad row all columns but `problem` are null.
 FEATURES = Features(
     {
         "conversations": Value("string"),
@@ -52,7 +52,7 @@ class RowCheck:
     """Checks a row, opens its pictures, and tokenizes it.
 
     Args:
-        tokenize: The tokenizer of rows.
+        tokenize: Turns a checked row into token ids and labels.
         open_pictures: Whether pictures are opened, to find those that can't be read.
     """
 
@@ -65,10 +65,10 @@ class RowCheck:
         Raises:
             BadRowError: if the row can't be trained on.
         """
-        image_sizes = self.look(row)
+        image_sizes = self.check_content(row)
         return self.tokenize(row, image_sizes)
 
-    def look(self, row: Row) -> list[tuple[int, int]] | None:
+    def check_content(self, row: Row) -> list[tuple[int, int]] | None:
         """Check a row's text and pictures, without tokenizing it.
 
         Returns:
@@ -86,11 +86,11 @@ class RowCheck:
 def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None) -> Dataset:
     """Check and tokenize every row, in `num_proc` processes.
 
-    The result is kept in datasets' cache folder. The next run uses it if neither the rows, nor the paths, sizes and
-    times of picture files, nor anything that the check depends on has changed.
+    The result is kept in datasets' cache folder. The next run uses it unless a row has changed, or the path, size or
+    modification time of a picture file, or something that the check depends on.
 
     Returns:
-        A dataset of as many rows with the columns of `FEATURES`, in which bad rows have a `problem`.
+        A row with the columns of `FEATURES` for each row of `dataset`, in the same order.
 
     Raises:
         BadRowError: if a row can't be read through a fault of the disk, such as an I/O error.
@@ -101,7 +101,7 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
     return dataset.map(
         partial(_tokenize_batch, check=check),
         batched=True,
-        batch_size=BATCH,
+        batch_size=BATCH_SIZE,
         num_proc=num_proc,
         features=FEATURES,
         remove_columns=dataset.column_names,
@@ -138,13 +138,13 @@ def _hash_picture_files(dataset: Dataset) -> str:
 
     The fingerprint that `datasets` gives a dataset doesn't change when these files do.
     """
-    states = hashlib.sha256()
-    folder = dataset[0]["image_folder"]
+    states_hash = hashlib.sha256()
+    image_folder = dataset[0]["image_folder"]  # the same for all rows
     with ThreadPoolExecutor() as threads:
         for paths in _picture_paths(dataset):
-            batch = list(threads.map(partial(_file_state, folder), paths))
-            states.update(json.dumps(batch).encode())
-    return states.hexdigest()
+            states = list(threads.map(partial(_file_state, image_folder), paths))
+            states_hash.update(json.dumps(states).encode())
+    return states_hash.hexdigest()
 
 
 def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
@@ -155,7 +155,8 @@ def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
     columns = [name for name in PICTURE_COLUMNS if name in dataset.column_names]
     if not columns:
         return
-    for table in dataset.select_columns(columns).with_format("arrow").iter(PATHS_BATCH):
+    arrow_rows = dataset.select_columns(columns).with_format("arrow")
+    for table in arrow_rows.iter(PATHS_BATCH_SIZE):
         for column in table.columns:
             for chunk in column.chunks:
                 # A row holds a picture, or a list of pictures.
@@ -164,10 +165,10 @@ def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
                 yield pictures.field("path").filter(is_file).to_pylist()
 
 
-def _file_state(folder: str, path: str | None) -> tuple[str | None, int, int]:
-    """A path, and the size and modification time of its file, or twice 0 if there is no such file."""
+def _file_state(image_folder: str, path: str | None) -> tuple[str | None, int, int]:
+    """The path of a picture, and the size and modification time of its file. If there is no file, both are 0."""
     try:
-        status = os.stat(os.path.join(folder, path or ""))
+        status = os.stat(os.path.join(image_folder, path or ""))
     except (OSError, ValueError):  # a path with a null character raises ValueError
         return path, 0, 0
     return path, status.st_size, status.st_mtime_ns
@@ -175,35 +176,42 @@ def _file_state(folder: str, path: str | None) -> tuple[str | None, int, int]:
 
 def _tokenize_batch(batch: dict[str, list[Any]], check: RowCheck) -> dict[str, list[Any]]:
     """The columns of `FEATURES` for a batch of rows. Pictures are opened in several threads."""
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    rows = []
+    for index in range(len(batch["source"])):
+        rows.append({name: column[index] for name, column in batch.items()})
+
     with ThreadPoolExecutor() as threads:
-        looks = [threads.submit(check.look, row) for row in rows]
+        content_checks = [threads.submit(check.check_content, row) for row in rows]
 
-    measured = [_tokens_or_problem(row, look, check) for row, look in zip(rows, looks, strict=True)]
-    return {name: [row[name] for row in measured] for name in FEATURES}
+    measured_rows = []
+    for row, content_check in zip(rows, content_checks, strict=True):
+        measured_rows.append(_tokens_or_problem(row, content_check, check))
+    return {name: [row[name] for row in measured_rows] for name in FEATURES}
 
 
-def _tokens_or_problem(row: Row, look: Future[list[tuple[int, int]] | None], check: RowCheck) -> Row:
-    """What is kept of a row: its tokens if it is good, otherwise only its problem.
+def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | None], check: RowCheck) -> Row:
+    """The columns of `FEATURES` for a row: its tokens if it is good, otherwise only its problem.
 
     Args:
         row: The row.
-        look: The call of `check.look` for this row, which a thread has made.
+        content_check: The call of `check.check_content` for this row, which a thread has made.
         check: Tokenizes the row.
 
     Raises:
         BadRowError: if the disk is at fault. As the row's problem it would be kept even after the disk is mended.
     """
     try:
-        image_sizes = look.result()
+        image_sizes = content_check.result()  # raises what the call raised
         conversations = json.dumps(row_turns(row), default=str)
         tokens = check.tokenize(row, image_sizes)
     except BadRowError as error:
+        # Only an error of the operating system has a number. A broken picture raises errors without one.
         is_disk_fault = getattr(error.__cause__, "errno", None) is not None
         if is_disk_fault:
             raise
-        nothing: Row = dict.fromkeys(FEATURES)
-        return nothing | {"problem": error.problem}
+        bad_row: Row = dict.fromkeys(FEATURES)
+        bad_row["problem"] = error.problem
+        return bad_row
 
     checksum = _checksum(row, conversations)
     return tokens | {"conversations": conversations, "checksum": checksum, "problem": ""}
@@ -214,14 +222,16 @@ def _checksum(row: Row, conversations: str) -> int:
 
     It stays the same if the image folder is moved.
     """
-    pictures = []
+    names_and_sizes = []
     for image in row_images(row):
         path = picture_path(row, image)
-        if path is None:
-            pictures.append((image["path"], len(image["bytes"])))
+        if path is None:  # the picture is in the row
+            names_and_sizes.append((image["path"], len(image["bytes"])))
         else:
-            pictures.append((path.removeprefix(row["image_folder"]), os.path.getsize(path)))
-    return zlib.crc32(json.dumps([conversations, pictures]).encode())
+            relative_path = path.removeprefix(row["image_folder"])
+            names_and_sizes.append((relative_path, os.path.getsize(path)))
+    content = json.dumps([conversations, names_and_sizes])
+    return zlib.crc32(content.encode())
 
 
 def keep_good_rows(
@@ -233,7 +243,7 @@ def keep_good_rows(
         dataset: The rows.
         tokens: The result of `tokenize_rows` for these rows.
         bad_rows: `"error"` refuses the dataset if there is a bad row, `"skip"` leaves bad rows out.
-        report_file: The JSON lines file to which bad rows that are left out are added, if there is to be one.
+        report_file: A file of JSON lines, to which the bad rows that are left out are added; `None` for no file.
 
     Returns:
         The good rows with their tokens, and a fingerprint of their content.
@@ -243,47 +253,62 @@ def keep_good_rows(
     """
     is_bad = np.array([problem != "" for problem in tokens["problem"]])
     if is_bad.any():
-        problems = _join(dataset.select_columns("source"), tokens.select_columns("problem"))
-        bad = problems.select(np.flatnonzero(is_bad))
-        _refuse_bad_rows(bad, len(dataset), bad_rows)
+        sources_and_problems = _join(dataset.select_columns("source"), tokens.select_columns("problem"))
+        problems = sources_and_problems.select(np.flatnonzero(is_bad))
+        _refuse_bad_rows(problems, len(dataset), bad_rows)
         if report_file is not None:
-            _report_bad_rows(bad, len(dataset), report_file)
+            _report_bad_rows(problems, len(dataset), report_file)
 
-    # `tokens` has the turns in one form, and good rows have no problem.
-    replaced = [name for name in ("conversations", "problem") if name in dataset.column_names]
-    good = _join(dataset.remove_columns(replaced), tokens.remove_columns("problem"))
+    # The turns are taken from `tokens`, where all have the same form. Good rows have no problem.
+    left_out = [name for name in ("conversations", "problem") if name in dataset.column_names]
+    good = _join(dataset.remove_columns(left_out), tokens.remove_columns("problem"))
     if is_bad.any():
         good = good.select(np.flatnonzero(~is_bad))
 
-    checksums = row_lengths(good, "checksum")
+    checksums = integer_column(good, "checksum")
     fingerprint = hashlib.sha256(checksums.tobytes()).hexdigest()
     return good.remove_columns("checksum"), fingerprint
 
 
 def _join(*columns: Dataset) -> Dataset:
-    """Put the columns of several datasets of the same rows side by side, in one dataset."""
+    """One dataset with the columns of several datasets, which hold the same rows."""
     return concatenate_datasets(list(columns), axis=1)
 
 
-def _refuse_bad_rows(bad: Dataset, num_rows: int, bad_rows: Literal["error", "skip"]) -> None:
-    """Raise an error about bad rows, unless they are to be left out and there are good rows too."""
-    if bad_rows == "skip" and len(bad) < num_rows:
+def _refuse_bad_rows(problems: Dataset, num_rows: int, bad_rows: Literal["error", "skip"]) -> None:
+    """Raise an error about bad rows, unless they are to be left out and there are good rows too.
+
+    Args:
+        problems: The `source` and the `problem` of each bad row.
+        num_rows: The number of all rows.
+        bad_rows: The option of `keep_good_rows`.
+    """
+    has_good_rows = len(problems) < num_rows
+    if bad_rows == "skip" and has_good_rows:
         return
+
     advice = "fix the data"
-    if len(bad) < num_rows:
+    if has_good_rows:
         advice += ", or leave them out with bad_rows: skip"
-    problem = f"{bad[0]['problem']}. {len(bad)} of {num_rows} rows are bad; {advice}"
-    raise BadRowError(bad[0]["source"], problem)
+    first = problems[0]
+    problem = f"{first['problem']}. {len(problems)} of {num_rows} rows are bad; {advice}"
+    raise BadRowError(first["source"], problem)
 
 
-def _report_bad_rows(bad: Dataset, num_rows: int, report_file: Path) -> None:
+def _report_bad_rows(problems: Dataset, num_rows: int, report_file: Path) -> None:
+    """Add the `source` and the `problem` of each bad row to a file of JSON lines."""
     report_file.parent.mkdir(parents=True, exist_ok=True)
     with report_file.open("a", encoding="utf-8") as file:
-        for row in bad:
-            file.write(json.dumps(row) + "\n")
-    logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), num_rows, report_file)
+        for problem in problems:
+            file.write(json.dumps(problem) + "\n")
+    logger.warning("Left out %d of %d rows; listed with reasons in %s", len(problems), num_rows, report_file)
 
 
-def row_lengths(dataset: Dataset, column: str = "length") -> np.ndarray:
-    """The lengths of checked rows in tokens, or another column of integers: int64 of shape `(num_rows,)`."""
-    return dataset.with_format("numpy", columns=[column])[column][:]
+def row_lengths(dataset: Dataset) -> np.ndarray:
+    """The lengths of checked rows in tokens: int64 of shape `(num_rows,)`."""
+    return integer_column(dataset, "length")
+
+
+def integer_column(dataset: Dataset, name: str) -> np.ndarray:
+    """A column of integers: int64 of shape `(num_rows,)`."""
+    return dataset.with_format("numpy", columns=[name])[name][:]

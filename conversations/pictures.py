@@ -8,11 +8,11 @@ from typing import Any, BinaryIO
 from PIL import Image as PILImage
 
 from conversations.pixels import to_rgb
-from conversations.rows import BadRowError, Row, picture_path, row_images, shortened
+from conversations.rows import BadRowError, Row, picture_path, row_images, shorten_path
 
 
 def open_images(row: Row) -> list[PILImage.Image]:
-    """The row's pictures, opened and converted to RGB by [`to_rgb`].
+    """The row's pictures, each opened and converted by [`to_rgb`].
 
     Raises:
         BadRowError: if a picture can't be read, or its path leaves the row's image folder.
@@ -21,27 +21,30 @@ def open_images(row: Row) -> list[PILImage.Image]:
 
 
 def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
-    """A picture of a row in RGB; `number` counts the row's pictures from 1."""
+    """A picture of a row in RGB. `number` is its place among the row's pictures, from 1, for an error."""
     path = picture_path(row, image)
     try:
         with _open_file(image, path) as file, PILImage.open(file) as opened:
             return to_rgb(opened)
     except Exception as error:  # Pillow's decoders raise errors of any type on broken files
         name = image["path"] if isinstance(image, dict) else path
-        problem = f"image {shortened(name or str(number))} can't be read ({error})"
+        if not name:
+            name = str(number)
+        problem = f"image {shorten_path(name)} can't be read ({error})"
         raise BadRowError(row["source"], problem) from error
 
 
 def _open_file(image: Any, path: str | None) -> BinaryIO:
-    """The encoded picture: a file if the picture has a path, otherwise the bytes that are in the row."""
+    """The encoded picture as a file: that of its path, or a file in memory if its bytes are in the row."""
     if path is None:
         return BytesIO(image["bytes"])
-    # Pillow isn't given the path: it would map an uncompressed file into memory, and then not turn a TIFF upright.
+    # Pillow gets an open file. With the path, it would map an uncompressed file into memory, and then not turn a TIFF
+    # upright.
     return open(path, "rb")
 
 
 def fingerprint(images: Iterable[PILImage.Image]) -> str:
-    """A hash of the sizes and pixels of pictures in RGB."""
+    """A hash of the sizes and pixels of RGB pictures."""
     pixel_hash = hashlib.sha256()
     for image in images:
         pixel_hash.update(repr(image.size).encode())

@@ -7,7 +7,7 @@
 - `image_folder`: the folder that paths are relative to, as an absolute path without `..`, as `load_rows` writes it.
 - `conversations`: LLaVA's turns with `from` and `value`.
 - `source`: the file or dataset and the row's number, for messages.
-- `problem`: why the row couldn't be read from another layout, if it couldn't.
+- `problem`: why the row's own layout couldn't be read; null or missing if it could be.
 """
 
 import json
@@ -22,9 +22,9 @@ from common.errors import UserError
 from conversations.layouts import IMAGE_MARK, LLAVA_ROLES, LayoutError, Row, pictures_in_columns
 
 
-# The name of a role in chat messages, by LLaVA's name of it.
+# The name of each role in chat messages, by LLaVA's name of it.
 CHAT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-# How many characters of a path a message shows.
+# How many characters of a path an error message shows.
 LONGEST_PATH = 200
 
 
@@ -33,8 +33,8 @@ class BadRowError(UserError):
 
     Attributes:
         source: The file or dataset, and the row's number.
-        problem: What is wrong, without a full stop. It is empty in an error that a data loader raises anew for one of
-            its workers: the loader passes the worker's message as the only argument, and so as `source`.
+        problem: What is wrong, without a full stop. A data loader that raises a worker's error anew creates it from
+            the worker's message alone. Such an error has this message as its `source`, and no `problem`.
     """
 
     def __init__(self, source: str, problem: str = "") -> None:
@@ -48,8 +48,8 @@ class BadRowError(UserError):
         return f"{self.source}: {self.problem}."
 
 
-def shortened(path: str) -> str:
-    """A path for a message. In bad rows it can be very long, such as a picture's content in place of its path."""
+def shorten_path(path: str) -> str:
+    """The beginning of a path, for a message. A bad row may have a picture's whole content in place of its path."""
     if len(path) <= LONGEST_PATH:
         return path
     return f"{path[:LONGEST_PATH]}... ({len(path)} characters)"
@@ -71,8 +71,8 @@ def picture_path(row: Row, image: Any) -> str | None:
     """The path of a row's picture; `None` if the picture's bytes are in the row.
 
     Raises:
-        BadRowError: if the picture has neither bytes nor a path, or its path leaves the image folder: rows from the
-            internet must not be able to name any file on the disk.
+        BadRowError: if the picture has neither bytes nor a path, or its path leaves the image folder. (Rows from the
+            internet must not be able to name any file on the disk.)
     """
     if isinstance(image, dict) and image["bytes"] is not None:
         return None
@@ -83,12 +83,12 @@ def picture_path(row: Row, image: Any) -> str | None:
     if "image_folder" not in row:
         return name
 
-    # Links are not resolved before the comparison, since the folder may hold links to other disks.
+    # Symbolic links are not resolved here, since the folder may hold links to other disks.
     folder = row["image_folder"]
     path = os.path.normpath(os.path.join(folder, name))
     if not Path(path).is_relative_to(folder):
         problem = (
-            f"image {shortened(name)} is outside the image folder {folder}; "
+            f"image {shorten_path(name)} is outside the image folder {folder}; "
             "set one that holds the pictures of all rows"
         )
         raise BadRowError(row["source"], problem)
@@ -96,7 +96,7 @@ def picture_path(row: Row, image: Any) -> str | None:
 
 
 def _picture_name(image: Any) -> str | None:
-    """The path of an undecoded picture, as the row gives it."""
+    """The path of an undecoded picture as the row gives it; `None` if it gives none."""
     return image["path"] if isinstance(image, dict) else image
 
 
@@ -121,9 +121,8 @@ def row_turns(row: Row) -> list[dict[str, str]]:
 def to_messages(row: Row) -> list[dict[str, Any]]:
     """The row's turns as chat messages, in which each `<image>` mark is an image part.
 
-    The chat template puts each part on its own line, so the line breaks that LLaVA writes next to a mark are removed.
-    What the assistant says stays one string. The text of each turn is stripped, as LLaVA strips it; between a text and
-    a mark only line breaks are removed, since spaces there belong to the text.
+    The text of each turn is stripped, as LLaVA strips it. The chat template puts each part on its own line, so the
+    line breaks between a text and a mark are removed too, but spaces are kept. The assistant's text stays one string.
     """
     messages: list[dict[str, Any]] = []
     for turn in row_turns(row):
@@ -137,8 +136,8 @@ def to_messages(row: Row) -> list[dict[str, Any]]:
 def _split_at_marks(text: str) -> list[dict[str, str]]:
     """A text as the parts of a message: an image part for each `<image>` mark, and the texts between them."""
     parts = []
-    for piece in re.split(f"({IMAGE_MARK})", text):
-        piece = piece.strip("\n")  # spaces stay
+    for piece in re.split(f"({IMAGE_MARK})", text):  # the group makes `split` return the marks too
+        piece = piece.strip("\n")
         if piece == IMAGE_MARK:
             parts.append({"type": "image"})
         elif piece:
@@ -149,16 +148,19 @@ def _split_at_marks(text: str) -> list[dict[str, str]]:
 def control_token_pattern(tokenizer: PreTrainedTokenizerBase, image_token: str) -> re.Pattern[str]:
     """A pattern that finds what a tokenizer reads as a control token: its special tokens and the image token.
 
-    `<image>` isn't among them, since rows mark their pictures with it. For a tokenizer without control tokens the
-    pattern finds nothing.
+    The pattern doesn't find `<image>`, with which rows mark their pictures. For a tokenizer without control tokens it
+    finds nothing.
     """
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens = {*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""}
+    tokens = {*tokenizer.all_special_tokens, image_token}
+    for added_token in tokenizer.added_tokens_decoder.values():
+        if added_token.special:
+            tokens.add(added_token.content)
+    tokens -= {IMAGE_MARK, ""}
 
     if not tokens:
         return re.compile(r"(?!)")  # matches nowhere, while an empty pattern would match everywhere
 
-    # Where a token begins with another token, the pattern has to find the longer one, which a message then names.
+    # Of two tokens that begin alike, the pattern has to find the longer one, which an error message then names.
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(re.escape(token) for token in longest_first))
 
@@ -200,6 +202,30 @@ def _find_problem(row: Row, control_tokens: re.Pattern[str] | None, needs_answer
     return _find_image_problem(row, turns)
 
 
+def _find_turn_problem(turn: Any, control_tokens: re.Pattern[str] | None) -> str | None:
+    """What is wrong with a turn, as the end of a sentence that begins "turn 0"; `None` if nothing is."""
+    if not _is_well_formed(turn):
+        roles = ", ".join(CHAT_ROLES)
+        return f'is not {{"from": one of {roles}, "value": text}}: {str(turn)[:200]}'
+
+    match = control_tokens.search(turn["value"]) if control_tokens else None
+    if match:
+        return (
+            f"contains {match[0]}, which this model's tokenizer reads as a control token. Write it otherwise, "
+            "or with a token of your own that isn't special: docs/data.md says how"
+        )
+    return None
+
+
+def _is_well_formed(turn: Any) -> bool:
+    """Whether a turn is a mapping with a known role and a text."""
+    if not isinstance(turn, dict):
+        return False
+    role = turn.get("from")
+    has_role = isinstance(role, str) and role in CHAT_ROLES
+    return has_role and isinstance(turn.get("value"), str)
+
+
 def _find_image_problem(row: Row, turns: list[dict[str, str]]) -> str | None:
     """What is wrong with the number or the paths of a row's pictures; `None` if nothing is."""
     images = row_images(row)
@@ -213,25 +239,9 @@ def _find_image_problem(row: Row, turns: list[dict[str, str]]) -> str | None:
     return None
 
 
-def _find_turn_problem(turn: Any, control_tokens: re.Pattern[str] | None) -> str | None:
-    """What is wrong with a turn, as a sentence without its subject, which is the turn; `None` if nothing is."""
-    role = turn.get("from") if isinstance(turn, dict) else None
-    value = turn.get("value") if isinstance(turn, dict) else None
-    if not isinstance(role, str) or role not in CHAT_ROLES or not isinstance(value, str):
-        return f'is not {{"from": one of {", ".join(CHAT_ROLES)}, "value": text}}: {str(turn)[:200]}'
-
-    match = control_tokens.search(value) if control_tokens else None
-    if match:
-        return (
-            f"contains {match[0]}, which this model's tokenizer reads as a control token. Write it otherwise, "
-            "or with a token of your own that isn't special: docs/data.md says how"
-        )
-    return None
-
-
 def _describe_missing(image: Any, path: str) -> str:
     """What is wrong with a picture whose path leads to no file."""
     name = str(_picture_name(image))
     if name.startswith("data:"):
         return f"an image is base64 text ({len(name)} characters): write it to a file, and give its path"
-    return f"image file {shortened(path)} is missing, or not a regular file"
+    return f"image file {shorten_path(path)} is missing, or not a regular file"

@@ -10,13 +10,13 @@ from common.errors import UserError
 
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-# Suffixes of files that `load_dataset` reads. A JSON file in the same folder doesn't hold the rows.
+# Suffixes of files that `load_dataset` reads. If a folder has such files, they hold its rows, and JSON files don't.
 DATASET_SUFFIXES = (".parquet", ".arrow", ".tar")
-# A file with such a name describes the pictures of its folder, and `load_dataset` reads both (`imagefolder`).
+# Files that describe the pictures of their folder. `load_dataset` reads them and the pictures (as an `imagefolder`).
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 # JSON files that come with a saved dataset or a repository, and hold no rows.
 FILES_WITHOUT_ROWS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
-# `save_to_disk` writes the first file for a dataset with splits, and the second for a dataset without.
+# `save_to_disk` writes dataset_dict.json for a dataset with splits, and state.json for a dataset without splits.
 SAVED_FILES = ("dataset_dict.json", "state.json")
 
 
@@ -42,7 +42,7 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """The folder that paths of pictures are relative to, unless the user names a folder.
+        """The folder that paths of pictures are relative to, unless the user names another.
 
         Raises:
             UserError: if there are JSON files in several folders.
@@ -64,7 +64,7 @@ def find_source(name: str) -> Source:
 
     Raises:
         UserError: if no file matches a pattern, a file doesn't exist or is of no known kind, or a folder holds several
-            JSON files. (`load_dataset` would read them all with the types of the first file.)
+            JSON files. (`load_dataset` would give all of them the types of the first.)
     """
     name = os.path.expanduser(name)
     if glob.has_magic(name) and not os.path.exists(name):
@@ -107,9 +107,10 @@ def _source_of_folder(name: str, folder: Path) -> Source:
         return Source(name, "json", files)
 
     names = ", ".join(str(file.relative_to(folder)) for file in files[:4])
-    more = " and more" if len(files) > 4 else ""
+    if len(files) > 4:
+        names += " and more"
     raise UserError(
-        f"{name} holds the JSON files {names}{more}: name the one with the rows, or a pattern for several, and the "
+        f"{name} holds the JSON files {names}: name the one with the rows, or a pattern for several, and the "
         "image_folder of their pictures."
     )
 
@@ -117,7 +118,7 @@ def _source_of_folder(name: str, folder: Path) -> Source:
 def _find_json_files(folder: Path) -> list[Path]:
     """The JSON files in a folder that may hold rows.
 
-    There are none if the folder has other files that hold its rows, which `load_dataset` reads.
+    The list is empty if the folder has files of another kind that `load_dataset` reads, since these hold the rows.
     """
     json_files = []
     for file in sorted(folder.rglob("*")):

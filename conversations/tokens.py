@@ -19,20 +19,26 @@ IGNORED = -100
 class RowTokenizer:
     """Adds `input_ids`, `labels`, `tiles_per_image`, `num_tiles` and `length` to a row.
 
-    - `input_ids` and `labels` are of the same length. Each picture has a single image token in them, which the
-      collator repeats `tokens_per_tile` times for each tile of the picture.
-    - `tiles_per_image` has the number of tiles of each picture, with its thumbnail, and `num_tiles` is their sum. A
-      picture that isn't cut is one tile.
-    - `length` is the number of tokens after that, with all image tokens.
+    - `input_ids` and `labels` are of the same length. Each picture has a single image token in them. The collator of
+      training repeats it `tokens_per_tile` times for each tile of the picture.
+    - `tiles_per_image` has the number of tiles of each picture, and `num_tiles` is their sum. A thumbnail is a tile
+      too, and a picture that isn't cut is one tile.
+    - `length` is the number of tokens after this repetition.
     - A label is -100 unless the template marks its token with `{% generation %}`. The first token's label is always
       -100, since no token comes before it from which it could be predicted.
 
     Args:
         processor: The model's processor.
         chat_template: The Jinja template that writes a row as text.
-        max_length: The largest `length` allowed. Longer samples are refused, never cut.
-        max_positions: The decoder's number of positions, which is a limit of `length` too.
-        max_tiles: The largest number of tiles that a picture is cut into. By default it is the processor's.
+        max_length: The largest `length` allowed. Longer rows are refused, never cut.
+        max_positions: The decoder's number of positions. Rows with a larger `length` are refused too.
+        max_tiles: The largest number of tiles that a picture is cut into. By default it is the image processor's.
+
+    Attributes:
+        tokens_per_tile: The number of image tokens that the decoder gets for each tile.
+        control_tokens: A pattern of texts that rows must not contain, for `check_row`.
+        is_plain_template: Whether `chat_template` is LLaVA's of stage 1. It leaves out questions, so only rows of one
+            question and one answer are accepted.
     """
 
     processor: LlavaProcessor
@@ -42,15 +48,14 @@ class RowTokenizer:
     max_tiles: int | None = None
     tokens_per_tile: int = field(init=False)
     control_tokens: re.Pattern[str] = field(init=False)
-    # Whether the template is LLaVA's of stage 1. It leaves questions out, so conversations are refused.
-    plain: bool = field(init=False)
+    is_plain_template: bool = field(init=False)
 
     def __post_init__(self) -> None:
         tokenizer = self.processor.tokenizer
         image_token = self.processor.image_token
         self.tokens_per_tile = self._count_tokens_per_tile()
         self.control_tokens = control_token_pattern(tokenizer, image_token)
-        self.plain = self.chat_template == plain_template(tokenizer, image_token)
+        self.is_plain_template = self.chat_template == plain_template(tokenizer, image_token)
 
     @property
     def needs_image_sizes(self) -> bool:
@@ -67,7 +72,7 @@ class RowTokenizer:
         Raises:
             BadRowError: if the row is too long, or has nothing that the model could be trained on.
         """
-        if self.plain:
+        if self.is_plain_template:
             _require_one_answer(row)
 
         encoded = self._encode(row)
@@ -80,7 +85,7 @@ class RowTokenizer:
         length = len(input_ids) - num_images + num_tiles * self.tokens_per_tile
         self._check_length(row, length)
 
-        labels = self._mask_labels(input_ids, encoded["assistant_masks"])
+        labels = self._make_labels(input_ids, encoded["assistant_masks"])
         if all(label == IGNORED for label in labels):
             problem = "no supervised token: the template marks no answer, or the tokenizer has `trim_offsets`"
             raise BadRowError(row["source"], problem)
@@ -89,10 +94,10 @@ class RowTokenizer:
         return {**row, **tokenized, "tiles_per_image": tiles_per_image, "num_tiles": num_tiles}
 
     def repeat_at_pictures(self, values: list[int], row: Row) -> list[int]:
-        """Repeat the values at image tokens, such as their labels, so that there is one for each image token.
+        """The values, with those at image tokens repeated, so that there is one for each image token of the decoder.
 
         Args:
-            values: One value for each of the row's `input_ids`.
+            values: One value for each of the row's `input_ids`, such as its label.
             row: A tokenized row, in whose `input_ids` each picture has a single image token.
         """
         tiles_of_next_image = iter(row["tiles_per_image"])
@@ -106,8 +111,9 @@ class RowTokenizer:
 
     def _count_tokens_per_tile(self) -> int:
         size = self.processor.image_processor.crop_size
+        image_sizes = [(size["height"], size["width"])]  # of a single picture
         whole = tile_options(self.processor.image_processor, max_tiles=1)
-        counts = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])], **whole)
+        counts = self.processor._get_num_multimodal_tokens(image_sizes, **whole)
         return counts.num_image_tokens[0]
 
     def _count_tiles(self, num_images: int, image_sizes: list[tuple[int, int]] | None) -> list[int]:
@@ -121,7 +127,7 @@ class RowTokenizer:
         return self.processor._get_num_multimodal_tokens(heights_and_widths, **options).num_image_patches or []
 
     def _encode(self, row: Row) -> Any:
-        """The row's `input_ids`, and `assistant_masks`, which says of each token whether the template marks it."""
+        """The row's `input_ids`, and `assistant_masks`: for each token, 1 if the template marks it, otherwise 0."""
         try:
             return self.processor.tokenizer.apply_chat_template(
                 to_messages(row), chat_template=self.chat_template, return_dict=True, return_assistant_tokens_mask=True
@@ -135,13 +141,15 @@ class RowTokenizer:
 
         if self.max_positions is not None and length > self.max_positions:
             limit = f"the decoder has {self.max_positions} positions; max_length can only lower that"
-            raise BadRowError(row["source"], f"{length} tokens, but {limit}")
+            problem = f"{length} tokens, but {limit}"
+            raise BadRowError(row["source"], problem)
 
-    def _mask_labels(self, input_ids: list[int], assistant_masks: list[int]) -> list[int]:
-        """The labels: a token's own id where it is trained, and -100 elsewhere."""
+    def _make_labels(self, input_ids: list[int], assistant_masks: list[int]) -> list[int]:
+        """The label of each token: the token's own id if it is trained, otherwise -100."""
         labels = []
         for token, is_marked in zip(input_ids, assistant_masks, strict=True):
-            # Marks are found by characters: in LLaVA's plain format a mark can reach the picture before the answer.
+            # transformers finds the marked tokens by the characters of the text. In LLaVA's plain format, where the
+            # answer directly follows the picture, the image token can count as marked too.
             is_image_token = token == self.processor.image_token_id
             is_trained = is_marked and not is_image_token
             labels.append(token if is_trained else IGNORED)
@@ -152,7 +160,7 @@ class RowTokenizer:
 
 
 def _require_one_answer(row: Row) -> None:
-    """Refuse a row for LLaVA's plain template unless it has one human turn and one answer."""
+    """Refuse a row for LLaVA's plain template unless its turns are a question and an answer."""
     roles = [turn["from"] for turn in row_turns(row)]
     if roles != ["human", "gpt"]:
         problem = "stage 'align' takes one human turn and one gpt turn, and would drop other questions"

@@ -1,7 +1,7 @@
 """NormLlava with key adapters: low-rank updates of the decoder's keys, one for text tokens and one for image tokens.
 
 The method is MaLoRA's (arXiv 2510.26721). Only the abstract was available, so the gate is this project's own choice.
-Saving a model with key adapters copies this file into the checkpoint folder too. Other models don't need it.
+A checkpoint folder has a copy of this file if its model has key adapters.
 """
 
 from typing import Any
@@ -19,9 +19,10 @@ class NormLlavaKeyAdapterConfig(NormLlavaConfig):
     """[`NormLlavaConfig`] with the settings of the key adapters.
 
     Args:
-        key_adapter_rank (`int`, *optional*, defaults to 16): The rank of the keys' updates.
+        key_adapter_rank (`int`, *optional*, defaults to 16): The rank of the updates of the keys.
         key_adapter_alpha (`float`, *optional*, defaults to 32): The updates are scaled by alpha / rank.
-        key_adapter_dropout (`float`, *optional*, defaults to 0.05): Dropout on the hidden states that A reads.
+        key_adapter_dropout (`float`, *optional*, defaults to 0.05): Dropout on the hidden states that the low-rank
+            matrix A of [`KeyAdapter`] multiplies.
     """
 
     model_type = "normllava_key_adapters"
@@ -32,40 +33,43 @@ class NormLlavaKeyAdapterConfig(NormLlavaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        with_head = "key_adapters.NormLlavaKeyAdapterForConditionalGeneration"
+        with_lm_head = "key_adapters.NormLlavaKeyAdapterForConditionalGeneration"
         self.auto_map = {
             "AutoConfig": "key_adapters.NormLlavaKeyAdapterConfig",
             "AutoModel": "key_adapters.NormLlavaKeyAdapterModel",
-            "AutoModelForCausalLM": with_head,
-            "AutoModelForImageTextToText": with_head,
-            "AutoModelForMultimodalLM": with_head,
+            "AutoModelForCausalLM": with_lm_head,
+            "AutoModelForImageTextToText": with_lm_head,
+            "AutoModelForMultimodalLM": with_lm_head,
         }
 
 
 class KeyAdapter(nn.Module):
     """Gated low-rank updates of a layer's keys, one for text tokens and one for image tokens.
 
-    A token with hidden state `h` and modality `m` gets the update `(alpha / rank) * g_m * B_m A_m h`, where
-    `g_m = sigmoid(w_m . h + c_m)`. B, w and c start at 0, so the update starts at 0 too.
+    The key of a token with hidden state `h` and modality `m` gets the update `(alpha / rank) * g_m * B_m A_m h`, with
+    the gate `g_m = sigmoid(w_m . h + c_m)`. B, w and c start at 0, so the update starts at 0 too.
 
-    Each parameter has two rows, one for text and one for image tokens. The parameters aren't `nn.Linear` modules,
-    because tools that quantize or adapt a model change all of its `nn.Linear` modules.
+    The first dimension of each parameter is the modality: 0 for text tokens, 1 for image tokens. The parameters aren't
+    `nn.Linear` modules, because tools that quantize or adapt a model change all of its `nn.Linear` modules.
     """
 
-    def __init__(self, base: nn.Linear, config: NormLlavaKeyAdapterConfig) -> None:
+    def __init__(self, key_projection: nn.Linear, config: NormLlavaKeyAdapterConfig) -> None:
         super().__init__()
         rank = config.key_adapter_rank
+        in_features = key_projection.in_features
+        weight = key_projection.weight
         self.scaling = config.key_adapter_alpha / rank
         self.dropout = nn.Dropout(config.key_adapter_dropout)
-        options: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.down = nn.Parameter(torch.empty(2, rank, base.in_features, **options))  # A
-        self.up = nn.Parameter(torch.zeros(2, rank, base.out_features, **options))  # B, transposed
-        self.gate_weight = nn.Parameter(torch.zeros(2, base.in_features, **options))  # w
+        options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        self.down = nn.Parameter(torch.empty(2, rank, in_features, **options))  # A, which is filled below
+        self.up = nn.Parameter(torch.zeros(2, rank, key_projection.out_features, **options))  # B, transposed
+        self.gate_weight = nn.Parameter(torch.zeros(2, in_features, **options))  # w
         self.gate_bias = nn.Parameter(torch.zeros(2, **options))  # c
-        # A starts at random, as in LoRA. `_init_weights` can't do this, since transformers calls the decoder's own
-        # `_init_weights` for modules inside the decoder. That is no gap in `from_pretrained`: it never initialises
-        # key adapters, because it refuses a checkpoint without their weights (see `describe_misfit`).
-        bound = base.in_features**-0.5
+
+        # A starts at random, as in LoRA. It is filled here, because for modules inside the decoder transformers calls
+        # the `_init_weights` of the decoder's class. (`from_pretrained` calls no `_init_weights` for key adapters: it
+        # refuses a checkpoint without their weights.)
+        bound = in_features**-0.5
         nn.init.uniform_(self.down, -bound, bound)
 
     def forward(self, hidden_states: torch.Tensor, is_image_token: torch.Tensor) -> torch.Tensor:
@@ -83,10 +87,14 @@ class KeyAdapter(nn.Module):
         modality_mask = torch.stack([~is_image_token, is_image_token], dim=-1)  # [..., 2]
         factors = self.scaling * gates * modality_mask  # [..., 2], 0 for the modality that a token doesn't have
 
-        # A h for both modalities, times the factors. Then one product with both Bs adds up the two modalities.
-        low_rank = nn.functional.linear(self.dropout(hidden_states), self.down.flatten(0, 1))  # [..., 2 * rank]
+        # A h for both modalities, times the factors, of which one is 0.
+        both_downs = self.down.flatten(0, 1)  # [2 * rank, in_features]
+        low_rank = nn.functional.linear(self.dropout(hidden_states), both_downs)  # [..., 2 * rank]
         low_rank = low_rank.unflatten(-1, (2, -1)) * factors[..., None]  # [..., 2, rank]
-        return low_rank.flatten(-2) @ self.up.flatten(0, 1)
+
+        # The product adds up B A h of the two modalities.
+        both_ups = self.up.flatten(0, 1)  # [2 * rank, out_features]
+        return low_rank.flatten(-2) @ both_ups  # [..., out_features]
 
 
 class AdaptedKeyProjection(nn.Module):
@@ -102,10 +110,10 @@ class AdaptedKeyProjection(nn.Module):
 
         Args:
             hidden_states: `(batch_size, sequence_length, hidden_size)`, after the layer's norm. `hand_over_mask` has
-                attached `visual_token_mask` to it.
+                given the tensor an attribute `visual_token_mask`, `(batch_size, sequence_length)`.
 
         Raises:
-            ValueError: if no mask is attached, or its shape doesn't fit.
+            ValueError: if the tensor has no such mask, or a mask of another shape.
         """
         is_image_token = getattr(hidden_states, "visual_token_mask", None)
         if is_image_token is None or is_image_token.shape != hidden_states.shape[:-1]:
@@ -115,11 +123,12 @@ class AdaptedKeyProjection(nn.Module):
                 "model that doesn't pass such arguments to its layers can't have key adapters."
             )
         keys = self.base(hidden_states)
-        return keys + self.key_adapter(hidden_states, is_image_token.bool()).to(keys.dtype)
+        updates = self.key_adapter(hidden_states, is_image_token.bool())
+        return keys + updates.to(keys.dtype)
 
 
 def wrap_key_projections(model: NormLlavaModel, config: NormLlavaKeyAdapterConfig) -> None:
-    """Give every layer of the decoder a key adapter.
+    """Give every layer of a model's decoder a key adapter.
 
     Raises:
         ValueError: if the decoder can't have key adapters.
@@ -127,9 +136,8 @@ def wrap_key_projections(model: NormLlavaModel, config: NormLlavaKeyAdapterConfi
     decoder: Any = model.language_model
     if decoder.config._attn_implementation == "vllm":
         raise ValueError("vLLM can't run key adapters: it hides which tokens are the image's. Serve with transformers")
-    attentions = list_attentions(decoder)
 
-    for attention in attentions:
+    for attention in list_attentions(decoder):
         attention.k_proj = AdaptedKeyProjection(attention.k_proj, config)
         attention.register_forward_pre_hook(hand_over_mask, with_kwargs=True)
     model.register_forward_pre_hook(add_mask, with_kwargs=True)
@@ -141,10 +149,13 @@ def list_attentions(decoder: nn.Module) -> list[Any]:
     Raises:
         ValueError: if the decoder has no layers, or a layer has no linear `k_proj`.
     """
-    layers = getattr(decoder, "layers", [])
-    attentions = [getattr(layer, "self_attn", None) for layer in layers]
-    have_key_projection = [isinstance(getattr(attention, "k_proj", None), nn.Linear) for attention in attentions]
-    if not attentions or not all(have_key_projection):
+    attentions = []
+    for layer in getattr(decoder, "layers", []):
+        attention = getattr(layer, "self_attn", None)
+        if isinstance(getattr(attention, "k_proj", None), nn.Linear):
+            attentions.append(attention)
+
+    if not attentions or len(attentions) < len(decoder.layers):
         raise ValueError(
             "Key adapters need a decoder whose layers have a linear self_attn.k_proj; those of "
             f"{type(decoder).__name__} have none."
@@ -153,14 +164,17 @@ def list_attentions(decoder: nn.Module) -> list[Any]:
 
 
 def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of the model without its head: adds an argument that says which tokens are image tokens.
+    """Forward pre-hook of the model without its LM head: adds the argument `visual_token_mask`.
 
-    In a call without a picture all tokens are text, as are all tokens that generation adds after the prompt. Whoever
-    calls the model with embeddings in place of token ids passes `visual_token_mask`, a boolean tensor of shape
-    `(batch_size, sequence_length)`; `generate` doesn't accept it.
+    This boolean tensor of shape `(batch_size, sequence_length)` says which tokens are image tokens. In a call without
+    a picture all tokens are text, as are all tokens that generation adds after the prompt.
+
+    From embeddings without token ids the mask can't be made, so callers who give embeddings give the mask too.
+    (`generate` doesn't accept it.)
     """
-    positional = dict(zip(("input_ids", "pixel_values"), args, strict=False))
-    arguments = positional | kwargs
+    arguments = dict(kwargs)
+    for name, value in zip(("input_ids", "pixel_values"), args, strict=False):  # the arguments without a keyword
+        arguments[name] = value
     input_ids = arguments.get("input_ids")
     if input_ids is None or "visual_token_mask" in kwargs:
         return args, kwargs
@@ -168,15 +182,17 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     # A picture comes as pixels, or as the vision encoder's output where a caller has encoded it before.
     encoder_outputs = arguments.get("mm_encoder_outputs") or {}
     has_picture = arguments.get("pixel_values") is not None or encoder_outputs.get("image") is not None
-    kwargs["visual_token_mask"] = (input_ids == model.config.image_token_id) & has_picture
+    is_image_token = input_ids == model.config.image_token_id
+    kwargs["visual_token_mask"] = is_image_token & has_picture
     return args, kwargs
 
 
 def hand_over_mask(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of an attention module: attaches `visual_token_mask` to the tensor that `k_proj` gets.
+    """Forward pre-hook of an attention module: makes `visual_token_mask` an attribute of the hidden states.
 
-    Up to here the decoder and its layers have passed the mask on as an argument. So every forward pass has its own
-    mask, even when gradient checkpointing computes a layer again or another thread runs the model at the same time.
+    The decoder and its layers pass the mask on as an argument, but `k_proj` takes the hidden states alone. On this way
+    every forward pass has its own mask, even when gradient checkpointing computes a layer again or another thread runs
+    the model at the same time.
     """
     hidden_states = args[0] if args else kwargs["hidden_states"]
     hidden_states.visual_token_mask = kwargs.pop("visual_token_mask", None)
@@ -197,7 +213,7 @@ class NormLlavaKeyAdapterForConditionalGeneration(NormLlavaForConditionalGenerat
     """[`NormLlavaForConditionalGeneration`] with key adapters."""
 
     config: NormLlavaKeyAdapterConfig
-    _model_class = NormLlavaKeyAdapterModel
+    _model_class = NormLlavaKeyAdapterModel  # the class of `self.model`
 
 
 NormLlavaKeyAdapterConfig.register_for_auto_class()

@@ -53,13 +53,15 @@ from training.add_key_adapters import add_key_adapters
 from training.compose import compose
 
 
-# Some tests press Ctrl-C. A process that a shell started in the background ignores Ctrl-C, so the handler is set anew.
+# Some tests send the signal of Ctrl-C. A process that a shell started in the background ignores this signal, so the
+# usual handler is set again.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files whose tests start several processes, or a server on a port. One worker of pytest-xdist runs them all, so that
 # no two run at the same time.
 IN_ONE_WORKER = ("test_distributed.py", "test_kill.py", "test_serving.py", "test_space.py")
 
+# The sizes of the random backbones. A vision encoder makes 2 x 2 patches of a picture, since 28 / 14 is 2.
 TEXT_SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "vocab_size": 320,
@@ -121,38 +123,39 @@ TEXT_FAMILIES = {
 VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")
 
 
-def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
+def byte_tokenizer(family_name: str) -> PreTrainedTokenizerFast:
     """A tokenizer with a token for each byte, so that it can encode any text, and with the family's special tokens."""
-    tokens = TEXT_FAMILIES[family]
-    special_tokens = [tokens.eos_token, *tokens.other_tokens]
-    if tokens.bos_token is not None:
-        special_tokens.insert(0, tokens.bos_token)
+    family = TEXT_FAMILIES[family_name]
+    special_tokens = [family.eos_token, *family.other_tokens]
+    if family.bos_token is not None:
+        special_tokens.insert(0, family.bos_token)
 
     vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special_tokens)
-    if tokens.bos_token is not None:
+    if family.bos_token is not None:
+        bos_token_id = backend.token_to_id(family.bos_token)
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{tokens.bos_token} $A",
-            special_tokens=[(tokens.bos_token, backend.token_to_id(tokens.bos_token))],
+            single=f"{family.bos_token} $A",  # every text starts with BOS
+            special_tokens=[(family.bos_token, bos_token_id)],
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=tokens.bos_token,
-        eos_token=tokens.eos_token,
-        pad_token=tokens.pad_token,
+        bos_token=family.bos_token,
+        eos_token=family.eos_token,
+        pad_token=family.pad_token,
         additional_special_tokens=special_tokens,
     )
 
 
-def text_model(family: str, **overrides: object) -> PreTrainedModel:
+def text_model(family_name: str) -> PreTrainedModel:
     """A small random language model of a family."""
-    classes = TEXT_FAMILIES[family]
-    fields = TEXT_SIZES | {"tie_word_embeddings": family == "gemma3"} | overrides
-    config = classes.config_class(**fields)
-    return classes.model_class(config)
+    family = TEXT_FAMILIES[family_name]
+    has_tied_head = family_name == "gemma3"
+    config = family.config_class(**TEXT_SIZES, tie_word_embeddings=has_tied_head)
+    return family.model_class(config)
 
 
 def vision_model(family: str) -> tuple[PreTrainedModel, object]:
@@ -163,7 +166,7 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
         return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
 
     if family == "dinov2":
-        # DINOv2's processor on the Hub crops pictures to fewer pixels than the model was trained at, and so does this.
+        # DINOv2's processor on the Hub crops pictures to fewer pixels than the model was trained at, as here.
         processor = BitImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 14, "width": 14})
         return Dinov2Model(Dinov2Config(**VISION_SIZES)), processor
 
@@ -187,10 +190,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     These tests come first, since they take minutes.
     """
-    for item in items:
-        if item.path.name in IN_ONE_WORKER:
-            item.add_marker(pytest.mark.xdist_group("processes"))
-    items.sort(key=lambda item: item.path.name not in IN_ONE_WORKER)
+    grouped_items = [item for item in items if item.path.name in IN_ONE_WORKER]
+    other_items = [item for item in items if item.path.name not in IN_ONE_WORKER]
+    for item in grouped_items:
+        item.add_marker(pytest.mark.xdist_group("processes"))
+    items[:] = grouped_items + other_items  # pytest runs the tests in the order of this list
 
 
 @pytest.fixture(scope="session")
@@ -281,7 +285,7 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 @torch.no_grad()
 def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, ends: bool) -> None:
-    """Change a model's weights so that it answers "A", and then ends its turn or goes on with commas."""
+    """Change a model's weights in place, so that it answers "A", and then ends its turn or goes on with commas."""
     letter, comma, end_of_turn = tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
     # No layer adds anything, so the next token depends on the embedding of the last token alone.
     for layer in model.model.language_model.layers:
@@ -319,6 +323,6 @@ def model(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
 
 @pytest.fixture
 def picture() -> Image.Image:
-    """A picture of 40 x 30 pixels with some structure."""
+    """A picture of 40 x 30 pixels that is black at the top and white at the bottom."""
     pixels = torch.linspace(0, 255, 40 * 30 * 3).to(torch.uint8).reshape(30, 40, 3)
     return Image.fromarray(pixels.numpy())

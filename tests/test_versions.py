@@ -1,7 +1,7 @@
 """Runs the tests that depend most on transformers and TRL with other versions of both.
 
-These are the lowest versions that pyproject.toml allows for training, and the newest releases. The newest may be above
-what training allows, but the model class has no upper limit.
+These versions are the lowest that pyproject.toml allows for training, and the newest. The newest may be higher than
+training allows, but the model class has no upper limit.
 """
 
 import json
@@ -22,56 +22,64 @@ TESTS = [
     "tests/training/test_sft.py",
     "tests/training/test_resume.py::test_a_resumed_run_gives_the_weights_of_an_unbroken_one",
 ]
-# A program that prints the versions.
-VERSIONS = "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
+# A program that prints the versions, as in "transformers 5.18.0 trl 1.16.0".
+PRINT_VERSIONS = "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
 
 
-def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_pip(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
 
 
 def install_beside(folder: Path, *requirements: str) -> None:
-    """Install into `folder` only those distributions that the requirements need and this environment doesn't have."""
-    # Where pip can't reach an index, it would take the installed versions for the newest ones.
-    probe = pip("download", "--quiet", "--no-deps", "--dest", str(folder / "probe"), "trl")
-    if probe.returncode:
-        pytest.skip(f"pip can't download trl: {probe.stderr.splitlines()[-1]}")
+    """Install into a folder those distributions that the requirements need and this environment doesn't have."""
+    # Without an index, pip would take the installed versions for the newest.
+    download = run_pip("download", "--quiet", "--no-deps", "--dest", str(folder / "download"), "trl")
+    if download.returncode != 0:
+        pytest.skip(f"pip can't download trl: {download.stderr.splitlines()[-1]}")
 
-    report = folder / "report.json"
-    resolved = pip("install", "--quiet", "--upgrade", "--dry-run", "--report", str(report), *requirements)
-    assert resolved.returncode == 0, resolved.stderr
-    missing = [package["metadata"] for package in json.loads(report.read_text())["install"]]
-    if missing:
-        pinned = [f"{package['name']}=={package['version']}" for package in missing]
-        installed = pip("install", "--quiet", "--no-deps", "--target", str(folder), *pinned)
-        assert installed.returncode == 0, installed.stderr
+    # First pip only reports what it would install.
+    report_file = folder / "report.json"
+    dry_run = run_pip("install", "--quiet", "--upgrade", "--dry-run", "--report", str(report_file), *requirements)
+    assert dry_run.returncode == 0, dry_run.stderr
+    pinned = []
+    for package in json.loads(report_file.read_text())["install"]:
+        metadata = package["metadata"]
+        pinned.append(f"{metadata['name']}=={metadata['version']}")
+
+    if pinned:
+        installation = run_pip("install", "--quiet", "--no-deps", "--target", str(folder), *pinned)
+        assert installation.returncode == 0, installation.stderr
 
 
-def lowest(name: str) -> str:
-    """The requirement that pins a dependency to the lowest version that training allows."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [Requirement(line) for line in project["optional-dependencies"]["train"]]
-    (requirement,) = (requirement for requirement in requirements if requirement.name == name)
-    (version,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
-    return f"{name}=={version}"
+def pin_lowest(name: str) -> str:
+    """The requirement that pins a dependency to the lowest version that training allows, such as "trl==1.16"."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = pyproject["project"]["optional-dependencies"]["train"]
+    specifiers = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+    (lowest_version,) = (bound.version for bound in specifiers[name] if bound.operator == ">=")
+    return f"{name}=={lowest_version}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "requirements", [[lowest("transformers"), lowest("trl")], ["transformers", "trl"]], ids=["lowest", "newest"]
+    "requirements",
+    [[pin_lowest("transformers"), pin_lowest("trl")], ["transformers", "trl"]],
+    ids=["lowest", "newest"],
 )
-def test_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str], requirements: list[str]) -> None:
+def test_the_tests_pass_with_other_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], requirements: list[str]
+) -> None:
     install_beside(tmp_path, *requirements)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
 
-    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
-    versions = python("-c", VERSIONS).stdout.strip()
+    versions = run_python("-c", PRINT_VERSIONS).stdout.strip()
     for requirement in requirements:
-        assert requirement.replace("==", " ") in versions
-    result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+        assert requirement.replace("==", " ") in versions  # "trl 1.16" of trl==1.16
+    result = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
     with capsys.disabled():
         print(f"\n{versions}: {result.stdout.splitlines()[-1]}")  # noqa: T201 - shows which versions were tested
     assert result.returncode == 0, result.stdout

@@ -20,7 +20,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 from typing_extensions import override
 
 from common.errors import UserError
-from conversations.measured import row_lengths
+from conversations.measured import integer_column, row_lengths
 from training.arguments import RunArguments, TrainingConfig
 
 
@@ -265,7 +265,7 @@ def plan_packing(
         UserError: if a packed row is too long whatever the number of accumulation steps.
     """
     lengths = row_lengths(rows)
-    has_images = row_lengths(rows, "num_tiles") > 0
+    has_images = integer_column(rows, "num_tiles") > 0
 
     def fits(samples: list[int]) -> bool:
         length = lengths[samples].sum()

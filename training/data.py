@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from common.errors import UserError
 from conversations.loading import has_splits, load_rows, stream_fingerprint
-from conversations.measured import RowCheck, keep_good_rows, row_lengths, tokenize_rows
+from conversations.measured import RowCheck, integer_column, keep_good_rows, tokenize_rows
 from conversations.sources import find_source
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, SourceArguments, TrainingConfig
@@ -180,7 +180,7 @@ def require_pictures(rows: Dataset | IterableDataset) -> None:
     """
     if isinstance(rows, IterableDataset):
         return
-    if not row_lengths(rows, "num_tiles").any():
+    if not integer_column(rows, "num_tiles").any():
         raise UserError("Stage 'align' trains the projector alone, and no row has a picture.")
 
 

@@ -22,7 +22,7 @@ from trl import SFTTrainer
 from typing_extensions import override
 
 from common.errors import UserError
-from conversations.measured import row_lengths
+from conversations.measured import integer_column, row_lengths
 from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
 from diagnostics.tokens import attended_tokens
@@ -177,7 +177,7 @@ class NormLlavaTrainer(SFTTrainer):
         """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now."""
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
-        most_tiles = largest_batch(sampler, row_lengths(self.train_dataset, "num_tiles"), is_padded=False)
+        most_tiles = largest_batch(sampler, integer_column(self.train_dataset, "num_tiles"), is_padded=False)
 
         # A training step reads this number, which Trainer sets only in its loop.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps

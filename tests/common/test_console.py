@@ -1,54 +1,64 @@
-"""How commands end: with one line if the user can mend what is wrong, with a traceback if it is a bug of ours."""
+"""A command ends with one line if the user can mend what is wrong, and with a traceback if there is a bug of ours."""
 
 import argparse
 import json
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.console import command, parse
+from common.errors import UserError
 from common.files import folder_or_id
 from common.records import read_record
 from conversations.loading import load_rows
 
 
-def lose_connection() -> None:
-    raise ConnectionError
+def expect_one_line(message: str, mistake: Callable[[], object]) -> None:
+    """Make a mistake in a command, and expect that the command ends with "error: " and this message, a pattern."""
+    with pytest.raises(SystemExit, match=rf"^error: .*{message}$"), command():
+        mistake()
 
 
-def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_file_is_told_in_one_line(tmp_path: Path) -> None:
+    expect_one_line(r"none.json: there is no such file\.", lambda: load_rows(str(tmp_path / "none.json")))
+    expect_one_line("recipe.yaml: No such file or directory", lambda: (tmp_path / "recipe.yaml").read_text())
+
+
+def test_a_record_that_is_a_folder_is_told_in_one_line(tmp_path: Path) -> None:
+    expect_one_line(r"can't be read \(.*Is a directory.*\)\.", lambda: read_record(dict[str, int], tmp_path))
+
+
+def test_an_unknown_option_is_told_in_one_line() -> None:
     parser = argparse.ArgumentParser()
     serve = parser.add_subparsers(dest="command").add_parser("serve")
     serve.add_argument("--port")
-
-    for mistake, message in (
-        (lambda: load_rows(str(tmp_path / "none.json")), "none.json: there is no such file"),
-        (lambda: (tmp_path / "recipe.yaml").read_text(), r"recipe.yaml: No such file or directory$"),
-        (lambda: read_record(dict[str, int], tmp_path), "can't be read"),
-        (lambda: parse(parser, ["serve", "--prot=1"]), r"--prot is unknown, did you mean --port\?$"),
-        (lambda: parse(parser, ["serve", "picture"]), r"picture is unknown\.$"),
-        (lose_connection, "ConnectionError$"),
-    ):
-        with pytest.raises(SystemExit, match=rf"^error: .*{message}"), command():
-            mistake()
+    expect_one_line(r"--prot is unknown, did you mean --port\?", lambda: parse(parser, ["serve", "--prot=1"]))
+    expect_one_line(r"picture is unknown\.", lambda: parse(parser, ["serve", "picture"]))
 
 
-def unpack(row: list[int]) -> int:
-    first, _ = row
+def test_a_library_error_without_a_text_is_told_by_its_type() -> None:
+    def lose_connection() -> None:
+        raise ConnectionError
+
+    expect_one_line("ConnectionError", lose_connection)
+
+
+def unpack_pair(pair: list[int]) -> int:
+    first, _ = pair
     return first
 
 
-BUGS = [
-    (lambda: list(zip([1], [2, 3], strict=True)), ValueError, r"zip\(\) argument 2 is longer"),
-    (lambda: unpack([1, 2, 3]), ValueError, "too many values to unpack"),
-    (lambda: int("x"), ValueError, "invalid literal for int"),
-    (lambda: 1 // len([]), ZeroDivisionError, "by zero"),
-]
+BUGS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "zip": (lambda: list(zip([1], [2, 3], strict=True)), ValueError, r"zip\(\) argument 2 is longer"),
+    "unpacking": (lambda: unpack_pair([1, 2, 3]), ValueError, "too many values to unpack"),
+    "int": (lambda: int("x"), ValueError, "invalid literal for int"),
+    "division": (lambda: 1 // len([]), ZeroDivisionError, "by zero"),
+}
 
 
-@pytest.mark.parametrize(("bug", "error", "message"), BUGS, ids=["zip", "unpacking", "int", "division"])
+@pytest.mark.parametrize(("bug", "error", "message"), BUGS.values(), ids=BUGS)
 def test_a_line_of_ours_that_fails_keeps_its_traceback(
     bug: Callable[[], object], error: type[Exception], message: str
 ) -> None:
@@ -61,10 +71,10 @@ def test_an_error_of_a_library_keeps_its_traceback() -> None:
     with pytest.raises(ValueError, match="Expecting property name"), command():
         json.loads("{")
     with pytest.raises(KeyError), command():
-        sys.modules["none"]
+        os.environ["NO_SUCH_VARIABLE"]
 
 
-def test_hub_ids_and_folders_that_exist_are_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_or_an_existing_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2", "google/siglip-so400m-patch14-384", str(tmp_path)):
         assert folder_or_id(name) == name
@@ -72,7 +82,10 @@ def test_hub_ids_and_folders_that_exist_are_names_of_models(tmp_path: Path, monk
 
 def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()  # so runs/none is a folder's name; checkpoints/none/stage1 is too long for a Hub id
-    for name in ("runs/none", "runs/none/stage1", "checkpoints/none/stage1"):
-        with pytest.raises(ValueError, match=f"{name}: there is no such folder"):
+    (tmp_path / "runs").mkdir()
+    in_an_existing_folder = "runs/none"
+    too_long_for_a_hub_id = "checkpoints/none/stage1"
+    both = "runs/none/stage1"
+    for name in (in_an_existing_folder, too_long_for_a_hub_id, both):
+        with pytest.raises(UserError, match=f"{name}: there is no such folder"):
             folder_or_id(name)

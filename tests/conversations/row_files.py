@@ -1,4 +1,4 @@
-"""Files of rows for tests, some good rows, and helpers that check rows."""
+"""What tests of rows share: good rows, functions that write rows and pictures, and functions that check rows."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,17 @@ from conversations.measured import RowCheck, keep_good_rows, tokenize_rows
 from conversations.tokens import RowTokenizer
 
 
-# The colour of the picture a.png.
+# The colour of all pixels of the picture a.png.
 COLOUR = (1, 2, 3)
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
-    """LLaVA's turns with these texts, of a question and an answer in turn."""
-    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+    """LLaVA's turns with these texts: a question, an answer, a question, and so on."""
+    llava_turns = []
+    for number, text in enumerate(texts):
+        role = "human" if number % 2 == 0 else "gpt"
+        llava_turns.append({"from": role, "value": text})
+    return llava_turns
 
 
 def write_pictures(folder: Path) -> Path:
@@ -31,18 +35,23 @@ def write_pictures(folder: Path) -> Path:
 
 
 def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json") -> Path:
-    """Write rows as a JSON list, or as JSON lines if the name ends with ".jsonl", and the pictures beside them."""
+    """Write rows as a JSON list, or as JSON lines if the name ends with ".jsonl", and a folder "pictures" beside them.
+
+    Returns:
+        The file of rows.
+    """
     write_pictures(folder)
     text = json.dumps(rows)
     if name.endswith(".jsonl"):
         text = "\n".join(json.dumps(row) for row in rows)
-    (folder / name).write_text(text)
-    return folder / name
+    path = folder / name
+    path.write_text(text)
+    return path
 
 
-def tokenizer_of(model: Path, **options: Any) -> RowTokenizer:
-    """The tokenizer of rows for a model's folder, with the processor's own chat template."""
-    processor = AutoProcessor.from_pretrained(model)
+def row_tokenizer(model_folder: Path, **options: Any) -> RowTokenizer:
+    """A tokenizer of rows with a model's processor and chat template, and with these options of `RowTokenizer`."""
+    processor = AutoProcessor.from_pretrained(model_folder)
     return RowTokenizer(processor, processor.chat_template, **options)
 
 
@@ -53,11 +62,16 @@ def check_rows(
     bad_rows: Literal["error", "skip"] = "error",
     num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
-    """The good rows with their tokens, and the fingerprint of their content."""
+    """Check and tokenize rows as training does.
+
+    Returns:
+        The good rows with their tokens, and the fingerprint of their content.
+    """
     tokens = tokenize_rows(rows, check, num_proc)
     return keep_good_rows(rows, tokens, bad_rows, report_file)
 
 
+# Rows that a model can be trained on, with 1, 0 and 2 pictures.
 GOOD_ROWS = [
     {"id": 1, "image": "a.png", "conversations": turns("<image>\nWhat?", "A dog.")},
     {"id": "two", "conversations": turns("Hello.", "Hello to you.")},

@@ -1,4 +1,4 @@
-"""Rows of many layouts are read alike from JSON, parquet and streams, and what can't be read is reported."""
+"""Rows of many layouts are read into the same row from JSON, parquet and streams, and bad rows are reported."""
 
 import json
 import logging
@@ -19,7 +19,9 @@ from conversations.rows import BadRowError, check_row, row_turns
 from row_files import COLOUR, turns, write_json, write_pictures
 
 
+# A conversation about one picture, as turns in LLaVA's layout.
 ASKED = turns("<image>\nWhat?", "A dog.")
+# The parts of its question in chat messages. The picture is in a column of the row.
 PICTURE_PART = {"type": "image"}
 TEXT_PART = {"type": "text", "text": "What?"}
 
@@ -29,7 +31,7 @@ def message(role: str, content: Any) -> dict[str, Any]:
 
 
 ANSWER = message("assistant", "A dog.")
-# Rows of many layouts. All say the same: "What?" is asked about a.png, and "A dog." is the answer.
+# The row with `ASKED` and the picture a.png, in many layouts.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "LLaVA": {"image": "a.png", "conversations": ASKED},
     "ShareGPT's roles": {
@@ -56,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "UltraChat's repeated prompt": {
         "images": ["a.png"],
         "prompt": "What?",
-        "messages": [message("user", "What?"), {**ANSWER, "weight": 1}],
+        "messages": [message("user", "What?"), ANSWER | {"weight": 1}],
     },
     "turns as JSON text": {"image": "a.png", "conversations": json.dumps(ASKED)},
     "parts as a dict of lists": {
@@ -73,8 +75,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_columns(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows as a parquet file that holds the bytes of a.png in place of each picture's name."""
+def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as a parquet file that holds the bytes of a.png in place of each picture's name.
+
+    A column that a row lacks is null in this row.
+    """
     picture = embedded_picture(folder)
     embedded_rows = []
     for row in rows:
@@ -85,10 +90,13 @@ def write_columns(folder: Path, rows: list[dict[str, Any]]) -> Path:
             embedded_row["images"] = [picture] * len(row["images"])
         embedded_rows.append(embedded_row)
 
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: [row.get(name) for row in embedded_rows] for name in names}
-    pq.write_table(pa.table(columns), folder / "train.parquet")
-    return folder / "train.parquet"
+    columns: dict[str, list[Any]] = {}
+    for row in embedded_rows:
+        for name in row:
+            columns[name] = [other_row.get(name) for other_row in embedded_rows]
+    path = folder / "train.parquet"
+    pq.write_table(pa.table(columns), path)
+    return path
 
 
 def embedded_picture(folder: Path) -> dict[str, Any]:
@@ -102,8 +110,9 @@ def test_every_layout_is_the_same_row(tmp_path: Path, layout: str, stored: str) 
     two_rows = [LAYOUTS[layout]] * 2
     path = write_json(tmp_path, two_rows)
     if stored != "JSON":
-        path = write_columns(tmp_path, two_rows)
-    rows = list(load_rows(str(path), str(tmp_path / "pictures"), streaming=stored == "stream"))
+        path = write_parquet(tmp_path, two_rows)
+    is_stream = stored == "stream"
+    rows = list(load_rows(str(path), str(tmp_path / "pictures"), streaming=is_stream))
 
     assert len(rows) == 2
     for row in rows:
@@ -114,18 +123,19 @@ def test_every_layout_is_the_same_row(tmp_path: Path, layout: str, stored: str) 
 
 
 def test_pictures_that_messages_name_are_read(tmp_path: Path) -> None:
-    linked = {"type": "image_url", "image_url": {"url": "b.png"}}
-    content = [{"type": "image", "image": "a.png"}, linked, TEXT_PART]
+    part_with_path = {"type": "image", "image": "a.png"}
+    part_with_url = {"type": "image_url", "image_url": {"url": "b.png"}}
+    content = [part_with_path, part_with_url, TEXT_PART]
     path = write_json(tmp_path, [{"messages": [message("user", content), ANSWER]}])
     (row,) = load_rows(str(path), str(tmp_path / "pictures"))
     assert row_turns(row)[0]["value"] == "<image>\n<image>\nWhat?"
     assert [image.size for image in open_images(row)] == [(8, 6), (5, 5)]  # a.png, then b.png
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
 def test_pictures_embedded_in_messages_are_read(tmp_path: Path, streaming: bool) -> None:
     write_pictures(tmp_path)
-    # Arrow gives all parts the same fields.
+    # In a parquet file all parts have the same fields.
     picture_part = {"type": "image", "text": None, "image": embedded_picture(tmp_path)}
     text_part = {"type": "text", "text": "What?", "image": None}
     answer_part = {"type": "text", "text": "A dog.", "image": None}
@@ -147,10 +157,10 @@ def test_a_system_field_is_the_first_turn(tmp_path: Path) -> None:
         {"image": "a.png", "system": "Be brief.", "messages": [message("user", "What?"), ANSWER]},
     ]
     json_file = write_json(tmp_path, rows)
-    parquet_file = write_columns(tmp_path, rows)
+    parquet_file = write_parquet(tmp_path, rows)
+    asked_briefly = [{"from": "system", "value": "Be brief."}, *ASKED]
     for path in (json_file, parquet_file):
         first, second, third = load_rows(str(path), str(tmp_path / "pictures"))
-        asked_briefly = [{"from": "system", "value": "Be brief."}, *ASKED]
         assert row_turns(first) == asked_briefly
         assert row_turns(second) == ASKED  # an empty text is no system turn
         assert row_turns(third) == asked_briefly
@@ -162,108 +172,96 @@ def test_one_row_may_have_image_and_the_next_images(tmp_path: Path) -> None:
         {"image": "a.png", "conversations": ASKED},
         {"image": "", "images": ["a.png", "a.png"], "conversations": asked_about_two},
     ]
-    # In the parquet file, a column that a row lacks is null.
     parquet_rows = [
         {"image": "a.png", "conversations": ASKED},
         {"images": ["a.png", "a.png"], "conversations": asked_about_two},
     ]
     json_file = write_json(tmp_path, json_rows)
-    parquet_file = write_columns(tmp_path, parquet_rows)
+    parquet_file = write_parquet(tmp_path, parquet_rows)
     for path in (json_file, parquet_file):
         rows = load_rows(str(path), str(tmp_path / "pictures"))
         assert [len(open_images(row)) for row in rows] == [1, 2]
 
 
-# A part of the message that says what is wrong, and the bad row.
-BAD_ROWS: list[tuple[str, dict[str, Any]]] = [
-    (
-        "turn 0 is not",
-        {
-            "images": ["a.png"],
-            "messages": [message("user", None), ANSWER],
-        },
-    ),
-    ("turn 0 is not", {"image": "a.png", "texts": [{"user": None, "assistant": "A dog."}]}),
-    (
-        "there is a `completion` without a `prompt`",
-        {
-            "messages": [message("user", "Hi."), ANSWER],
-            "completion": "Lost.",
-        },
-    ),
-    (
-        "a turn has both `value` and `content`",
-        {"conversations": [{"from": "human", "value": "Hi.", "content": "Lost."}]},
-    ),
-    ("an answer has `weight`: 0.5", {"messages": [message("user", "Hi."), {**ANSWER, "weight": 0.5}]}),
-    ("a part of text holds a picture", {"messages": [message("user", [{**TEXT_PART, "image": "a.png"}]), ANSWER]}),
-    (
-        "a picture's part holds text",
-        {
-            "images": ["a.png"],
-            "messages": [message("user", [{"type": "image", "text": "Lost."}]), ANSWER],
-        },
-    ),
-    (
-        "a part names its picture twice",
-        {
-            "messages": [message("user", [{"type": "image", "image": "a.png", "path": "b.png"}]), ANSWER],
-        },
-    ),
-    ("both `image` and `images` hold pictures", {"image": "a.png", "images": ["a.png"], "conversations": ASKED}),
-    ("`conversations` and `messages` both have content", {"conversations": ASKED, "messages": [ANSWER]}),
-    (
-        "both a field `system` and a system turn",
-        {
-            "system": "Be brief.",
-            "messages": [message("system", "Be long."), message("user", "Hi."), ANSWER],
-        },
-    ),
-    ("lists of different lengths", {"conversations": {"from": ["human", "gpt"], "value": ["Hi."]}}),
-    ("neither text nor picture", {"messages": [message("user", [{"type": "video", "video": "a.mp4"}]), ANSWER]}),
-    (
-        "an assistant's message holds a picture",
-        {"messages": [message("user", "Draw."), message("assistant", [PICTURE_PART])]},
-    ),
-    (
-        "stands for picture 1 where picture 0",
-        {
-            "images": ["a.png", "b.png"],
-            "messages": [message("user", [{"type": "image", "index": 1}, {"type": "image", "index": 0}]), ANSWER],
-        },
-    ),
-    (
-        "both in the messages and beside them",
-        {
-            "images": ["a.png"],
-            "messages": [message("user", [{"type": "image", "image": "b.png"}]), ANSWER],
-        },
-    ),
-    (
-        "`prompt` holds an answer",
-        {
-            "prompt": [message("user", "Hi."), message("assistant", "Hello."), message("user", "What?")],
-            "completion": [ANSWER],
-        },
-    ),
-    ("an answer has `weight`: 0", {"messages": [message("user", "Hi."), {**ANSWER, "weight": 0}]}),
-    ("a turn has `tool_calls`", {"messages": [message("user", "Hi."), {**ANSWER, "tool_calls": [{"name": "f"}]}]}),
-    ("`texts` is not", {"texts": [{"question": "Hi.", "answer": "Hello."}]}),
-    ("turn 1 is not", {"messages": [message("user", "Hi."), message("tool", "42")]}),
-    (
-        "a part of text contains <image>",
-        {
-            "images": ["a.png", "b.png"],
-            "messages": [message("user", [PICTURE_PART, {"type": "text", "text": "What is <image>?"}]), ANSWER],
-        },
-    ),
-]
+# The fields of a bad row, by a part of the message about it.
+BAD_ROWS: dict[str, dict[str, Any]] = {
+    "there is a `completion` without a `prompt`": {
+        "messages": [message("user", "Hi."), ANSWER],
+        "completion": "Lost.",
+    },
+    "a turn has both `value` and `content`": {
+        "conversations": [{"from": "human", "value": "Hi.", "content": "Lost."}],
+    },
+    "an answer has `weight`: 0.5": {
+        "messages": [message("user", "Hi."), ANSWER | {"weight": 0.5}],
+    },
+    "an answer has `weight`: 0,": {
+        "messages": [message("user", "Hi."), ANSWER | {"weight": 0}],
+    },
+    "a part of text holds a picture": {
+        "messages": [message("user", [TEXT_PART | {"image": "a.png"}]), ANSWER],
+    },
+    "a picture's part holds text": {
+        "images": ["a.png"],
+        "messages": [message("user", [PICTURE_PART | {"text": "Lost."}]), ANSWER],
+    },
+    "a part names its picture twice": {
+        "messages": [message("user", [PICTURE_PART | {"image": "a.png", "path": "b.png"}]), ANSWER],
+    },
+    "both `image` and `images` hold pictures": {
+        "image": "a.png",
+        "images": ["a.png"],
+        "conversations": ASKED,
+    },
+    "`conversations` and `messages` both have content": {
+        "conversations": ASKED,
+        "messages": [ANSWER],
+    },
+    "both a field `system` and a system turn": {
+        "system": "Be brief.",
+        "messages": [message("system", "Be long."), message("user", "Hi."), ANSWER],
+    },
+    "lists of different lengths": {
+        "conversations": {"from": ["human", "gpt"], "value": ["Hi."]},
+    },
+    "neither text nor picture": {
+        "messages": [message("user", [{"type": "video", "video": "a.mp4"}]), ANSWER],
+    },
+    "an assistant's message holds a picture": {
+        "messages": [message("user", "Draw."), message("assistant", [PICTURE_PART])],
+    },
+    "stands for picture 1 where picture 0": {
+        "images": ["a.png", "b.png"],
+        "messages": [message("user", [PICTURE_PART | {"index": 1}, PICTURE_PART | {"index": 0}]), ANSWER],
+    },
+    "both in the messages and beside them": {
+        "images": ["a.png"],
+        "messages": [message("user", [PICTURE_PART | {"image": "b.png"}]), ANSWER],
+    },
+    "`prompt` holds an answer": {
+        "prompt": [message("user", "Hi."), message("assistant", "Hello."), message("user", "What?")],
+        "completion": [ANSWER],
+    },
+    "a turn has `tool_calls`": {
+        "messages": [message("user", "Hi."), ANSWER | {"tool_calls": [{"name": "f"}]}],
+    },
+    "`texts` is not": {
+        "texts": [{"question": "Hi.", "answer": "Hello."}],
+    },
+    "turn 1 is not": {
+        "messages": [message("user", "Hi."), message("tool", "42")],
+    },
+    "a part of text contains <image>": {
+        "images": ["a.png", "b.png"],
+        "messages": [message("user", [PICTURE_PART, {"type": "text", "text": "What is <image>?"}]), ANSWER],
+    },
+}
 
 
-@pytest.mark.parametrize(("problem", "bad_row"), BAD_ROWS)
-def test_what_would_train_something_else_is_a_bad_row(tmp_path: Path, problem: str, bad_row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("problem", BAD_ROWS)
+def test_what_would_train_something_else_is_a_bad_row(tmp_path: Path, problem: str) -> None:
     good_row = {"conversations": turns("Hi.", "Hello.")}
-    path = write_json(tmp_path, [bad_row, good_row])
+    path = write_json(tmp_path, [BAD_ROWS[problem], good_row])
     bad, good = load_rows(str(path), str(tmp_path / "pictures"))
     with pytest.raises(BadRowError) as error:
         check_row(bad)
@@ -272,15 +270,25 @@ def test_what_would_train_something_else_is_a_bad_row(tmp_path: Path, problem: s
     check_row(good)
 
 
+@pytest.mark.parametrize("column", ["messages", "texts"])
+def test_a_question_without_a_text_is_a_bad_row(tmp_path: Path, column: str) -> None:
+    columns = {"messages": [message("user", None), ANSWER], "texts": [{"user": None, "assistant": "A dog."}]}
+    path = write_json(tmp_path, [{"image": "a.png", column: columns[column]}])
+    (row,) = load_rows(str(path), str(tmp_path / "pictures"))
+    with pytest.raises(BadRowError, match="turn 0 is not"):
+        check_row(row)
+
+
 def test_what_nothing_reads_is_named_with_its_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Nothing reads the empty fields, nor `id` and `source`, but only `caption` holds something that might be missed.
     row = {"id": 1, "source": "web", "image": "a.png", "caption": "", "boxes": [], "conversations": ASKED}
     rows = [row | {"caption": "a dog"}, row | {"caption": "two dogs"}, row]
     json_file = write_json(tmp_path, rows)
-    parquet_file = write_columns(tmp_path, rows)
+    parquet_file = write_parquet(tmp_path, rows)
     for path in (json_file, parquet_file):
         caplog.clear()
         load_rows(str(path), str(tmp_path / "pictures"))
-        load_rows(str(path), str(tmp_path / "pictures"))  # from the cache, with the same warning
+        load_rows(str(path), str(tmp_path / "pictures"))  # from the cache, with the same warning again
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert warnings == [f"{path}: nothing reads `caption`, which has content in 2 of 3 rows"] * 2
 
@@ -291,15 +299,15 @@ def test_what_nothing_reads_is_named_with_its_count(tmp_path: Path, caplog: pyte
 
 
 def test_what_nothing_reads_inside_turns_is_named() -> None:
-    cached_part = TEXT_PART | {"cache_control": {"type": "ephemeral"}}
-    thinking_answer = ANSWER | {"reasoning_content": "It barks.", "name": None}
-    row = read_row({"messages": [message("user", [cached_part]), thinking_answer]})
+    part_with_extra_field = TEXT_PART | {"cache_control": {"type": "ephemeral"}}
+    answer_with_extra_field = ANSWER | {"reasoning_content": "It barks.", "name": None}
+    row = read_row({"messages": [message("user", [part_with_extra_field]), answer_with_extra_field]})
     assert row["unread"] == ["messages[].cache_control", "messages[].reasoning_content"]
 
 
-@pytest.mark.parametrize("text", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', "[]"])
+@pytest.mark.parametrize("text", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', "[]"], ids=["boxes", "empty"])
 def test_a_json_list_without_roles_is_a_text(text: str) -> None:
-    """Boxes are asked for and answered in this way."""
+    """Answers about boxes are such lists."""
     row = read_row({"prompt": text, "completion": text})
     assert row["conversations"] == turns(text, text)
 
@@ -319,29 +327,31 @@ def test_messages_as_json_text_are_messages() -> None:
     assert row["conversations"] == expected
 
 
-def test_of_two_fields_of_a_turn_the_filled_one_is_read() -> None:
+def test_if_a_turn_has_two_fields_for_the_same_the_filled_field_is_read() -> None:
     question = {"from": "", "role": "user", "value": "", "content": "What?"}
     answer = {"from": "gpt", "role": "", "value": "A dog.", "content": ""}
     row = read_row({"conversations": [question, answer]})
     assert row["conversations"] == turns("What?", "A dog.")
 
 
-def test_texts_of_parts_are_one_text() -> None:
+def test_the_texts_of_parts_are_joined_into_one_text() -> None:
     parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "a dog."}]
     row = read_row({"messages": [message("user", "Hi."), message("assistant", parts)]})
     assert row["conversations"][1] == {"from": "gpt", "value": "It is a dog."}
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
 def test_empty_pictures_are_no_pictures(tmp_path: Path, streaming: bool) -> None:
     write_pictures(tmp_path)
     picture = embedded_picture(tmp_path)
     empty = {"bytes": None, "path": None}
-    images = [[picture, None], [None], [empty], [], None, [picture, picture]]
+    # For each row, the entries of its column `images`.
+    entries = [[picture, None], [None], [empty], [], None, [picture, picture]]
+    num_pictures = [1, 0, 0, 0, 0, 2]
     picture_type = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     columns = {
-        "images": pa.array(images, pa.list_(picture_type)),
-        "messages": [[message("user", "What?"), ANSWER]] * len(images),
+        "images": pa.array(entries, pa.list_(picture_type)),
+        "messages": [[message("user", "What?"), ANSWER]] * len(entries),
     }
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table(columns), path)
@@ -349,32 +359,33 @@ def test_empty_pictures_are_no_pictures(tmp_path: Path, streaming: bool) -> None
     rows = list(load_rows(str(path), streaming=streaming))
     for row in rows:
         check_row(row)
-    assert [len(open_images(row)) for row in rows] == [1, 0, 0, 0, 0, 2]
+    assert [len(open_images(row)) for row in rows] == num_pictures
 
 
-def embedded_messages(folder: Path) -> list[dict[str, Any]]:
-    """A question with a picture inside, and its answer."""
+def messages_with_picture(folder: Path) -> list[dict[str, Any]]:
+    """A question that holds the bytes of the folder's a.png, and its answer."""
     picture_part = {"type": "image", "text": None, "image": embedded_picture(folder)}
     return [message("user", [picture_part]), message("assistant", [TEXT_PART])]
 
 
 def test_pictures_inside_messages_are_read_beside_an_empty_column(tmp_path: Path) -> None:
     write_pictures(tmp_path)
-    no_pictures = pa.array([[]], pa.list_(pa.binary()))
+    empty_column = pa.array([[]], pa.list_(pa.binary()))
     path = tmp_path / "train.parquet"
-    pq.write_table(pa.table({"images": no_pictures, "messages": [embedded_messages(tmp_path)]}), path)
+    pq.write_table(pa.table({"images": empty_column, "messages": [messages_with_picture(tmp_path)]}), path)
     (row,) = load_rows(str(path))
     check_row(row)
     assert len(open_images(row)) == 1
 
 
 def test_pictures_both_in_a_column_and_inside_messages_are_refused(tmp_path: Path) -> None:
-    """The message names the column that holds pictures, and not `image`, which is empty in all rows."""
+    """The error names the column that holds pictures, and not `image`, which is empty in all rows."""
     picture = (write_pictures(tmp_path) / "b.png").read_bytes()
+    messages_without_picture = [message("user", [TEXT_PART]), message("assistant", [TEXT_PART])]
     columns = {
         "image": pa.array([None, None], pa.binary()),
         "images": pa.array([[picture], []], pa.list_(pa.binary())),
-        "messages": [[message("user", [TEXT_PART]), message("assistant", [TEXT_PART])], embedded_messages(tmp_path)],
+        "messages": [messages_without_picture, messages_with_picture(tmp_path)],
     }
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table(columns), path)
@@ -384,8 +395,8 @@ def test_pictures_both_in_a_column_and_inside_messages_are_refused(tmp_path: Pat
         check_row(bad)
 
 
-def test_a_row_that_json_cannot_hold_is_bad_and_stops_no_other(tmp_path: Path) -> None:
-    """A turn with an unknown role is kept as it is, with the bytes in it, which JSON can't hold."""
+def test_a_malformed_turn_that_json_cannot_hold_is_a_bad_row(tmp_path: Path) -> None:
+    """A turn with an unknown role is kept as it is. JSON can't hold the bytes in this turn."""
     bytes_part = {"type": "image", "text": None, "image": {"bytes": b"?", "path": None}}
     text_part = {"type": "text", "text": "Hi.", "image": None}
     messages = [[message("tool", [bytes_part])], [message("user", [text_part])]]
@@ -396,10 +407,10 @@ def test_a_row_that_json_cannot_hold_is_bad_and_stops_no_other(tmp_path: Path) -
     check_row(good, needs_answer=False)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("place", ["images", "messages"])
-def test_shards_whose_types_differ_deep_down_are_read(tmp_path: Path, place: str, streaming: bool) -> None:
-    """The first shard has no picture, so its types don't say what a picture is."""
+def test_a_first_shard_without_pictures_does_not_set_the_types(tmp_path: Path, place: str, streaming: bool) -> None:
+    """The second shard has a picture in the column `images`, or inside its messages."""
     write_pictures(tmp_path)
     picture = embedded_picture(tmp_path)
     answer = message("assistant", [TEXT_PART])
@@ -422,7 +433,7 @@ def test_shards_whose_types_differ_deep_down_are_read(tmp_path: Path, place: str
     assert [len(open_images(row)) for row in rows] == [0, 1]
 
 
-def test_a_folder_of_several_json_files_is_not_guessed_at(tmp_path: Path) -> None:
+def test_a_folder_of_several_json_files_is_refused(tmp_path: Path) -> None:
     """`load_dataset` would give b.json's messages the type of a.json's, and so turn their parts into JSON text."""
     write_json(tmp_path, [{"messages": [message("user", "Hi."), ANSWER]}], "a.json")
     write_json(tmp_path, [{"messages": [message("user", [TEXT_PART]), ANSWER]}], "b.json")
@@ -433,23 +444,25 @@ def test_a_folder_of_several_json_files_is_not_guessed_at(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=problem):
         load_rows(str(tmp_path))
 
+    # A pattern reads both files.
     questions = [row_turns(row)[0]["value"] for row in load_rows(f"{tmp_path}/*.json")]
     assert questions == ["Hi.", "What?"]
 
+    # A folder of one JSON file stands for this file. The hidden file doesn't count.
     (tmp_path / "b.json").unlink()
-    assert len(load_rows(str(tmp_path))) == 1  # a.json is the only one left
+    assert len(load_rows(str(tmp_path))) == 1
 
 
 def test_a_dataset_without_turns_names_its_columns(tmp_path: Path) -> None:
     write_pictures(tmp_path)
-    path = write_columns(tmp_path, [{"image": "a.png", "ground_truth": '{"total": "9"}'}])
-    problem = "no turns: the columns are image, ground_truth, and turns are read from conv"
+    path = write_parquet(tmp_path, [{"image": "a.png", "ground_truth": '{"total": "9"}'}])
+    problem = "no turns: the columns are image, ground_truth, and turns are read from conversations, messages"
     with pytest.raises(UserError, match=problem):
         load_rows(str(path))
 
 
-def test_shards_without_pictures_come_first(tmp_path: Path) -> None:
-    """In the first shard `image` is all null. Such a column has no type, if pandas writes it."""
+def test_a_first_shard_whose_pictures_are_all_null_does_not_set_the_types(tmp_path: Path) -> None:
+    """pandas writes a column of nulls alone without a type."""
     write_pictures(tmp_path)
     shards = tmp_path / "shards"
     shards.mkdir()
@@ -460,19 +473,20 @@ def test_shards_without_pictures_come_first(tmp_path: Path) -> None:
     with_picture = pa.table({"image": [embedded_picture(tmp_path)], "conversations": [ASKED]})
     pq.write_table(without_pictures, shards / "train-00000-of-00002.parquet")
     pq.write_table(with_picture, shards / "train-00001-of-00002.parquet")
-    for name in (str(shards), f"{shards}/*.parquet"):
+    folder_and_pattern = (str(shards), f"{shards}/*.parquet")
+    for name in folder_and_pattern:
         for streaming in (False, True):
             rows = list(load_rows(name, streaming=streaming))
             assert [len(open_images(row)) for row in rows] == [0, 0, 1]
 
-    # The first shard alone has no picture at all.
+    # The first shard can also be read alone.
     for row in load_rows(str(shards / "train-00000-of-00002.parquet")):
         check_row(row)
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home folder and working directory, in which llava/data.json and parquet/train.parquet hold a row each."""
+    """The home folder, also the working directory. llava/data.json and parquet/train.parquet each hold one row."""
     llava = tmp_path / "llava"
     llava.mkdir()
     write_json(llava, [{"image": "pictures/a.png", "conversations": ASKED}])
@@ -480,13 +494,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     parquet = tmp_path / "parquet"
     parquet.mkdir()
     write_pictures(parquet)
-    write_columns(parquet, [LAYOUTS["LLaVA"]])
+    write_parquet(parquet, [LAYOUTS["LLaVA"]])
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
+# Names of one of the two files: a folder, a file or a pattern.
 NAMES = ("llava", "llava/data.json", "llava/*.json", "~/llava", "parquet/train.parquet", "~/parquet/*.parquet")
 
 
@@ -507,13 +522,14 @@ def test_files_patterns_and_folders_are_found_by_name(name: str) -> None:
         ("gone.parquet", "there is no such file"),
         ("llava/pictures/a.png", "rows are read from files that end with"),
     ],
+    ids=["pattern", "missing file", "picture"],
 )
 def test_a_name_that_means_no_rows_is_refused(name: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         load_rows(name)
 
 
-def test_a_mapping_with_one_list_is_that_list(tmp_path: Path) -> None:
+def test_a_json_mapping_may_hold_the_list_of_rows(tmp_path: Path) -> None:
     row = {"conversations": turns("Hi.", "Hello.")}
     one_line = json.dumps({"data": [row] * 3})
     several_lines = json.dumps({"version": 1, "data": [row] * 3}, indent=1)
@@ -522,8 +538,8 @@ def test_a_mapping_with_one_list_is_that_list(tmp_path: Path) -> None:
         assert len(load_rows(str(tmp_path / "data.json"))) == 3
 
 
-def test_a_mapping_that_is_a_row_is_one_row(tmp_path: Path) -> None:
-    """Its `conversations` are a list of mappings too, but not of rows."""
+def test_a_json_mapping_may_be_a_row(tmp_path: Path) -> None:
+    """The row's `conversations` are a list of mappings too, but not of rows."""
     row = {"conversations": turns("Hi.", "Hello.")}
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
     assert len(load_rows(str(tmp_path / "data.jsonl"))) == 1
@@ -532,30 +548,32 @@ def test_a_mapping_that_is_a_row_is_one_row(tmp_path: Path) -> None:
 def test_pictures_beside_turns_are_not_copied(tmp_path: Path) -> None:
     """A dataset's pictures can take 100 GB, so only its turns are written anew."""
     picture = write_pictures(tmp_path) / "a.png"
-    PILImage.effect_noise((500, 500), 80).save(picture)  # noise takes much space
-    path = write_columns(tmp_path, [LAYOUTS["messages without a mark"]] * 20)
+    PILImage.effect_noise((500, 500), 80).save(picture)  # noise can't be compressed, so the file is large
+    num_rows = 20
+    path = write_parquet(tmp_path, [LAYOUTS["messages without a mark"]] * num_rows)
     rows = load_rows(str(path))
     assert isinstance(rows, datasets.Dataset)
 
-    # The cache holds the copy of the parquet file that datasets always makes, and the turns. With a second copy of
-    # the pictures it would be twice as large.
-    pictures_size = 20 * picture.stat().st_size
+    # The cache holds the copy of the parquet file that datasets always makes, and the turns, which are small. A second
+    # copy of the pictures would double its size.
+    pictures_size = num_rows * picture.stat().st_size
     cache_size = sum(Path(file["filename"]).stat().st_size for file in rows.cache_files)
     assert cache_size < 1.2 * pictures_size
 
 
-def test_turns_are_read_anew_after_a_change_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_are_read_again_after_a_change_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pictures(tmp_path)
-    path = write_columns(tmp_path, [LAYOUTS["messages without a mark"]])
-    (old,) = load_rows(str(path))
-    assert row_turns(old) == ASKED
+    path = write_parquet(tmp_path, [LAYOUTS["messages without a mark"]])
+    (old_row,) = load_rows(str(path))
+    assert row_turns(old_row) == ASKED
 
+    # Now `read_row` returns other turns, and the hash of its file has changed.
     changed_turns = turns("<image>\nNew?", "Yes.")
     changed_row = {"images": [], "conversations": changed_turns, "problem": None, "unread": []}
     monkeypatch.setattr("conversations.columns.read_row", lambda fields: dict(changed_row))
     monkeypatch.setattr("conversations.columns.hash_files", lambda folder, pattern: {"layouts.py": "changed"})
-    (new,) = load_rows(str(path))
-    assert row_turns(new) == changed_turns
+    (new_row,) = load_rows(str(path))
+    assert row_turns(new_row) == changed_turns
 
 
 def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:
@@ -565,13 +583,13 @@ def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:
     for row in load_rows(str(path), str(tmp_path / "pictures")):
         with pytest.raises(BadRowError) as error:
             check_row(row)
-        assert len(str(error.value)) < 600  # neither text as a whole
+        assert len(str(error.value)) < 600  # far shorter than the texts
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_completion_beside_llavas_turns_is_not_lost(tmp_path: Path, streaming: bool) -> None:
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
+def test_a_completion_beside_llavas_turns_is_refused(tmp_path: Path, streaming: bool) -> None:
     write_pictures(tmp_path)
-    path = write_columns(tmp_path, [{"image": "a.png", "conversations": ASKED, "completion": "Lost."}])
+    path = write_parquet(tmp_path, [{"image": "a.png", "conversations": ASKED, "completion": "Lost."}])
     (row,) = load_rows(str(path), streaming=streaming)
     with pytest.raises(BadRowError, match="there is a `completion` without a `prompt`"):
         check_row(row)

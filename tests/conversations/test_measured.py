@@ -1,4 +1,4 @@
-"""Every row is checked and tokenized once: bad rows are found, results are kept, and what has changed is read anew."""
+"""Every row is checked and tokenized once: bad rows are found, and a result is kept until something has changed."""
 
 import errno
 import json
@@ -18,23 +18,29 @@ from conversations.loading import load_rows
 from conversations.measured import FEATURES, RowCheck, row_lengths, tokenize_rows
 from conversations.rows import BadRowError, Row
 from conversations.tokens import IGNORED, RowTokenizer
-from row_files import GOOD_ROWS, check_rows, tokenizer_of, turns, write_json, write_pictures
+from row_files import GOOD_ROWS, check_rows, row_tokenizer, turns, write_json, write_pictures
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test an empty cache of `datasets`."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture
 def tokenize(composed: Callable[..., Path]) -> RowTokenizer:
-    return tokenizer_of(composed(), max_length=200)
+    """A tokenizer of rows, which refuses rows of more than 200 tokens."""
+    return row_tokenizer(composed(), max_length=200)
 
 
 @dataclass
 class Calls:
-    """The numbers of the rows that were tokenized, and of those whose pictures were opened, since the last `clear`."""
+    """What was done since the last `clear`.
+
+    Attributes:
+        tokenized: The numbers of the rows that were tokenized.
+        opened: The numbers of the rows whose pictures were opened.
+    """
 
     tokenized: list[str] = field(default_factory=list)
     opened: list[str] = field(default_factory=list)
@@ -46,6 +52,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Notes the rows that are tokenized and whose pictures are opened during a test."""
     calls = Calls()
     tokenize_row = RowTokenizer.__call__
     open_images = measured.open_images
@@ -64,12 +71,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def row_number(row: Row) -> str:
-    """The number that ends a row's source."""
+    """The number that ends a row's source, which is such as "data.json, row 3"."""
     return row["source"].rpartition(" ")[2]
 
 
 def write_rows(folder: Path, *answers: str) -> Path:
-    """Write a row for each answer, with a picture of its own that is named by the row's number."""
+    """Write data.json with a row for each answer. The pictures of the rows are 0.png, 1.png and so on."""
     rows = []
     for number, answer in enumerate(answers):
         rows.append({"image": f"{number}.png", "conversations": turns("<image>\nWhat?", answer)})
@@ -88,8 +95,8 @@ def read_and_tokenize(path: Path, check: RowCheck) -> Dataset:
     return tokenize_rows(read_rows(path), check)
 
 
-def problems(tokens: Dataset) -> dict[int, str]:
-    """The bad rows' problems, by the row's number."""
+def find_problems(tokens: Dataset) -> dict[int, str]:
+    """The problems of bad rows, by the row's number."""
     return {number: problem for number, problem in enumerate(tokens["problem"]) if problem}
 
 
@@ -97,13 +104,13 @@ def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, toke
     answers = [f"answer {number}" for number in range(10)]
     answers[3] = "   "
     answers[6] = "half of a surrogate pair: \ud800"
-    answers[7] = "long " * 100
+    answers[7] = "long " * 100  # more than 200 tokens
     path = write_rows(tmp_path, *answers)
-    broken = tmp_path / "pictures" / "5.png"
-    broken.write_bytes(broken.read_bytes()[:40])
+    picture = tmp_path / "pictures" / "5.png"
+    picture.write_bytes(picture.read_bytes()[:40])  # a torn file
 
-    report = tmp_path / "out" / "bad.jsonl"
-    good, _ = check_rows(read_rows(path), RowCheck(tokenize), report, "skip")
+    report_file = tmp_path / "out" / "bad.jsonl"
+    good, _ = check_rows(read_rows(path), RowCheck(tokenize), report_file, "skip")
     assert [row_number(row) for row in good] == ["0", "1", "2", "4", "8", "9"]
     for row in good:
         assert row["num_tiles"] == 1
@@ -113,49 +120,53 @@ def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, toke
         assert json.loads(row["conversations"])[1]["value"].startswith("answer")
     assert row_lengths(good).tolist() == [row["length"] for row in good]
 
-    bad_rows = [json.loads(line) for line in report.read_text().splitlines()]
-    reported = {row_number(row): row["problem"] for row in bad_rows}
-    assert list(reported) == ["3", "5", "6", "7"]
-    assert "no assistant turn" in reported["3"]
-    assert "5.png can't be read" in reported["5"]
-    assert "the text can't be tokenized" in reported["6"]
-    assert "more than max_length 200" in reported["7"]
+    bad_rows = [json.loads(line) for line in report_file.read_text().splitlines()]
+    problems = {row_number(row): row["problem"] for row in bad_rows}
+    assert list(problems) == ["3", "5", "6", "7"]
+    assert "no assistant turn" in problems["3"]
+    assert "5.png can't be read" in problems["5"]
+    assert "the text can't be tokenized" in problems["6"]
+    assert "more than max_length 200" in problems["7"]
 
     with pytest.raises(BadRowError, match=r"row 3: no assistant turn.* 4 of 10 rows are bad; fix the data, or leave"):
-        check_rows(read_rows(path), RowCheck(tokenize), report)
+        check_rows(read_rows(path), RowCheck(tokenize), report_file, "error")
 
 
 def test_two_processes_give_the_fingerprint_of_one(tmp_path: Path, tokenize: RowTokenizer) -> None:
-    path = write_rows(tmp_path, "a", "b", "   ", "d")
+    blank_answer = "   "  # of a bad row
+    path = write_rows(tmp_path, "a", "b", blank_answer, "d")
     check = RowCheck(tokenize)
-    _, fingerprint = check_rows(read_rows(path), check, tmp_path / "bad.jsonl", "skip")
+    _, with_one_process = check_rows(read_rows(path), check, tmp_path / "bad.jsonl", "skip")
     shutil.rmtree(tmp_path / "cache")  # so that the rows are tokenized again
-    _, in_two_processes = check_rows(read_rows(path), check, tmp_path / "bad.jsonl", "skip", num_proc=2)
-    assert in_two_processes == fingerprint
+    _, with_two_processes = check_rows(read_rows(path), check, tmp_path / "bad.jsonl", "skip", num_proc=2)
+    assert with_two_processes == with_one_process
 
 
-def test_where_all_rows_are_bad_none_is_left_out(tmp_path: Path, tokenize: RowTokenizer) -> None:
+def test_a_dataset_of_bad_rows_alone_is_refused_with_skip_too(tmp_path: Path, tokenize: RowTokenizer) -> None:
     path = write_rows(tmp_path, "   ", "   ")
     with pytest.raises(BadRowError, match=r"row 0: no assistant turn.* 2 of 2 rows are bad; fix the data\.$"):
         check_rows(read_rows(path), RowCheck(tokenize), tmp_path / "bad.jsonl", "skip")
     assert not (tmp_path / "bad.jsonl").exists()
 
 
-def test_a_pictures_tokens_and_labels_are_repeated_alike(tmp_path: Path, tokenize: RowTokenizer) -> None:
+def test_image_tokens_and_their_labels_are_repeated_alike(tmp_path: Path, tokenize: RowTokenizer) -> None:
     (row,) = read_rows(write_rows(tmp_path, "A dog."))
     row = tokenize(row)
-    image_id = tokenize.processor.image_token_id
-    expanded = tokenize.repeat_at_pictures(row["input_ids"], row)
+    input_ids = tokenize.repeat_at_pictures(row["input_ids"], row)
     labels = tokenize.repeat_at_pictures(row["labels"], row)
 
     assert tokenize.tokens_per_tile > 1
-    assert expanded.count(image_id) == tokenize.tokens_per_tile
-    assert len(expanded) == row["length"]
+    assert input_ids.count(tokenize.processor.image_token_id) == tokenize.tokens_per_tile
+    assert len(input_ids) == row["length"]
     assert len(labels) == row["length"]
-    answer = tokenize.processor.tokenizer.decode([token for token in labels if token != IGNORED])
-    assert answer == "A dog.<|im_end|>"
-    trained = [token for token, label in zip(expanded, labels, strict=True) if label != IGNORED]
-    assert trained == [label for label in labels if label != IGNORED]
+
+    # The label of a trained token is the token itself, and the trained tokens are the answer.
+    trained_tokens = []
+    for token, label in zip(input_ids, labels, strict=True):
+        if label != IGNORED:
+            assert label == token
+            trained_tokens.append(token)
+    assert tokenize.processor.tokenizer.decode(trained_tokens) == "A dog.<|im_end|>"
 
 
 def test_rows_are_tokenized_once(tmp_path: Path, tokenize: RowTokenizer, calls: Calls) -> None:
@@ -189,7 +200,7 @@ def change_vision_encoder(tokenize: RowTokenizer) -> None:
 
 
 @pytest.mark.parametrize("change", [change_max_length, change_vocabulary, change_template, change_vision_encoder])
-def test_rows_are_tokenized_anew_after_a_change(
+def test_rows_are_tokenized_again_after_a_change_of_the_tokenizer(
     tmp_path: Path, tokenize: RowTokenizer, calls: Calls, change: Callable[[RowTokenizer], None]
 ) -> None:
     path = write_rows(tmp_path, "a", "b", "c")
@@ -200,7 +211,9 @@ def test_rows_are_tokenized_anew_after_a_change(
     assert sorted(calls.tokenized) == ["0", "1", "2"]
 
 
-def test_rows_are_tokenized_anew_if_the_file_has_changed(tmp_path: Path, tokenize: RowTokenizer, calls: Calls) -> None:
+def test_rows_are_tokenized_again_after_a_change_of_their_file(
+    tmp_path: Path, tokenize: RowTokenizer, calls: Calls
+) -> None:
     read_and_tokenize(write_rows(tmp_path, "a", "b", "c"), RowCheck(tokenize))
     calls.clear()
     read_and_tokenize(write_rows(tmp_path, "a", "b", "X"), RowCheck(tokenize))
@@ -221,22 +234,30 @@ def test_a_check_without_pictures_has_a_result_of_its_own(
 def test_pictures_are_opened_again_if_their_file_has_changed(tmp_path: Path, tokenize: RowTokenizer) -> None:
     path = write_rows(tmp_path, "a", "b", "c")
     check = RowCheck(tokenize)
+
+    def bad_row_numbers() -> list[int]:
+        return list(find_problems(read_and_tokenize(path, check)))
+
+    # The file 2.png is torn, which changes its size.
     pictures = tmp_path / "pictures"
     encoded = (pictures / "a.png").read_bytes()
     torn = encoded[:40]
     (pictures / "2.png").write_bytes(torn)
-    assert list(problems(read_and_tokenize(path, check))) == [2]
-    assert list(problems(read_and_tokenize(path, check))) == [2]  # from the cache
+    assert bad_row_numbers() == [2]
+    assert bad_row_numbers() == [2]  # from the cache
+
+    # The file 1.png is torn too, but keeps its size. Only its modification time is another.
     torn_of_same_size = torn + b"\0" * (len(encoded) - len(torn))
     (pictures / "1.png").write_bytes(torn_of_same_size)
-    os.utime(pictures / "1.png", (1, 1))  # another modification time, even where the clock is coarse
-    assert list(problems(read_and_tokenize(path, check))) == [1, 2]
+    os.utime(pictures / "1.png", (1, 1))  # a second after 1970 began, so another time even if the clock is coarse
+    assert bad_row_numbers() == [1, 2]
 
     (pictures / "1.png").unlink()
-    assert "1.png is missing" in problems(read_and_tokenize(path, check))[1]
+    assert "1.png is missing" in find_problems(read_and_tokenize(path, check))[1]
 
+    # Now 1.png is a picture again.
     (pictures / "1.png").symlink_to("a.png")
-    assert list(problems(read_and_tokenize(path, check))) == [2]
+    assert bad_row_numbers() == [2]
 
 
 def test_a_fault_of_the_disk_is_not_kept_as_a_problem_of_the_row(
@@ -248,43 +269,45 @@ def test_a_fault_of_the_disk_is_not_kept_as_a_problem_of_the_row(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("conversations.pictures.to_rgb", fail)
+    with monkeypatch.context() as disk_fault:
+        disk_fault.setattr("conversations.pictures.to_rgb", fail)
         with pytest.raises(BadRowError, match=r"data.json, row 0: image .*0.png can't be read .*Input/output error"):
             read_and_tokenize(path, check)
-    assert not problems(read_and_tokenize(path, check))
+    # Without the fault, the same rows are good.
+    assert not find_problems(read_and_tokenize(path, check))
 
 
 def test_the_fingerprint_changes_with_texts_and_pictures(tmp_path: Path, tokenize: RowTokenizer) -> None:
-    def fingerprint_of(folder: Path) -> str:
+    def fingerprint_in(folder: Path) -> str:
         _, fingerprint = check_rows(read_rows(folder / "data.json"), RowCheck(tokenize), tmp_path / "bad.jsonl")
         return fingerprint
 
     folder = tmp_path / "here"
     folder.mkdir()
     write_json(folder, GOOD_ROWS)
-    first = fingerprint_of(folder)
+    first = fingerprint_in(folder)
     shutil.copytree(folder, tmp_path / "there")
-    assert fingerprint_of(tmp_path / "there") == first
+    assert fingerprint_in(tmp_path / "there") == first
 
     picture = folder / "pictures" / "a.png"
     picture.write_bytes(picture.read_bytes() + b" ")
-    with_longer_file = fingerprint_of(folder)
+    with_longer_file = fingerprint_in(folder)
 
-    # `write_json` writes a.png as it was.
-    write_json(folder, [GOOD_ROWS[0] | {"image": "b.png"}, *GOOD_ROWS[1:]])
-    with_other_picture = fingerprint_of(folder)
-    write_json(folder, [GOOD_ROWS[0] | {"conversations": turns("<image>\nWhat?", "A cat.")}, *GOOD_ROWS[1:]])
-    with_other_answer = fingerprint_of(folder)
-    assert len({first, with_longer_file, with_other_picture, with_other_answer}) == 4
+    # `write_json` also writes a.png as it was at first.
+    first_row, *other_rows = GOOD_ROWS
+    write_json(folder, [first_row | {"image": "b.png"}, *other_rows])
+    with_other_picture = fingerprint_in(folder)
+    write_json(folder, [first_row | {"conversations": turns("<image>\nWhat?", "A cat.")}, *other_rows])
+    with_other_answer = fingerprint_in(folder)
+    assert len({first, with_longer_file, with_other_picture, with_other_answer}) == 4  # all differ
 
 
 def test_the_fingerprint_changes_with_pictures_inside_a_dataset(tmp_path: Path, tokenize: RowTokenizer) -> None:
-    picture = (write_pictures(tmp_path) / "a.png").read_bytes()
+    """The datasets hold a row with a picture and a row without."""
 
-    def fingerprint_with(encoded: bytes, name: str) -> str:
+    def fingerprint_with(encoded_picture: bytes, name: str) -> str:
         columns = {
-            "image": [{"bytes": encoded, "path": "a"}, None],
+            "image": [{"bytes": encoded_picture, "path": "a"}, None],
             "conversations": [turns("<image>", "A dog."), turns("Hello.", "Hi.")],
         }
         Dataset.from_dict(columns).cast_column("image", Image()).save_to_disk(tmp_path / name)
@@ -293,6 +316,7 @@ def test_the_fingerprint_changes_with_pictures_inside_a_dataset(tmp_path: Path, 
         assert good["num_tiles"][:] == [1, 0]
         return fingerprint
 
-    first = fingerprint_with(picture, "first")
-    assert fingerprint_with(picture, "copy") == first
-    assert fingerprint_with(picture + b" ", "changed") != first
+    picture = (write_pictures(tmp_path) / "a.png").read_bytes()
+    first = fingerprint_with(picture, name="first")
+    assert fingerprint_with(picture, name="copy") == first
+    assert fingerprint_with(picture + b" ", name="changed") != first

@@ -1,4 +1,4 @@
-"""Opening the pictures of rows."""
+"""`open_images` opens the pictures of a row as RGB, and names those that it can't read."""
 
 from io import BytesIO
 from pathlib import Path
@@ -6,23 +6,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as PILImage
-from PIL import PngImagePlugin
+from PIL import ImageDraw, PngImagePlugin
 
 from conversations.pictures import open_images
 from conversations.rows import BadRowError
 
 
 def open_one(path: Path) -> PILImage.Image:
-    """Open the picture of a row that has a single picture."""
+    """Open the picture of a row whose only picture is this file."""
     (image,) = open_images({"images": [str(path)], "source": "data.json, row 0"})
     return image
 
 
-def test_16_bit_grey_is_scaled(tmp_path: Path) -> None:
-    ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+def test_16_bit_grey_is_scaled_to_8_bits(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)  # from black to white
     PILImage.fromarray(ramp).save(tmp_path / "16bit.png")
-    red_channel = np.asarray(open_one(tmp_path / "16bit.png"))[..., 0]
-    assert np.array_equal(red_channel, (ramp >> 8).astype(np.uint8))
+    red_channel, _, _ = open_one(tmp_path / "16bit.png").split()
+    assert np.array_equal(np.asarray(red_channel), ramp // 256)
 
 
 def test_pictures_of_every_kind_keep_their_colour(tmp_path: Path) -> None:
@@ -32,13 +32,13 @@ def test_pictures_of_every_kind_keep_their_colour(tmp_path: Path) -> None:
     red.convert("RGBA").save(tmp_path / "alpha.png")
     red.save(tmp_path / "png_named.jpg", format="png")
     blue = PILImage.new("RGB", (6, 4), (0, 0, 255))
-    red.save(tmp_path / "animated.gif", save_all=True, append_images=[blue])  # the first frame counts
+    red.save(tmp_path / "animated.gif", save_all=True, append_images=[blue])  # red is the first frame
 
     for name in ("cmyk.jpg", "palette.png", "alpha.png", "png_named.jpg", "animated.gif"):
         picture = open_one(tmp_path / name)
         assert picture.mode == "RGB", name
-        difference = np.abs(np.array(picture.getpixel((3, 2))) - (255, 0, 0))
-        assert difference.max() < 8, name  # JPEG is not exact
+        middle_pixel = picture.getpixel((3, 2))
+        assert middle_pixel == pytest.approx((255, 0, 0), abs=7), name  # JPEG is not exact
 
 
 def test_a_picture_is_turned_upright(tmp_path: Path) -> None:
@@ -48,33 +48,36 @@ def test_a_picture_is_turned_upright(tmp_path: Path) -> None:
     assert open_one(tmp_path / "turned.jpg").size == (4, 6)
 
 
+def black_dot(mode: str, background: tuple[int, ...]) -> PILImage.Image:
+    """A picture of 8 x 8 pixels, one of which is black and opaque."""
+    picture = PILImage.new(mode, (8, 8), background)
+    ImageDraw.Draw(picture).point((2, 3), fill="black")
+    return picture
+
+
+DOT_ON_TRANSPARENT = black_dot("RGBA", background=(0, 0, 0, 0))
+DOT_ON_WHITE = black_dot("RGB", background=(255, 255, 255))
+
+
 @pytest.mark.parametrize("suffix", ["png", "webp", "gif"])
-def test_what_is_transparent_is_white(tmp_path: Path, suffix: str) -> None:
-    """Dropping the alpha channel of black writing on a transparent ground would make the ground black too."""
-    path = tmp_path / f"writing.{suffix}"
-    writing, expected = black_dot()
-    writing.save(path, lossless=True)
-    assert np.array_equal(np.asarray(open_one(path)), expected)
+def test_transparent_pixels_become_white(tmp_path: Path, suffix: str) -> None:
+    """Without their alpha channel the transparent pixels would be black, as the dot is."""
+    path = tmp_path / f"dot.{suffix}"
+    DOT_ON_TRANSPARENT.save(path, lossless=True)
+    assert open_one(path).tobytes() == DOT_ON_WHITE.tobytes()
 
 
-def black_dot() -> tuple[PILImage.Image, np.ndarray]:
-    """A black dot on a transparent ground, and the pixels of a black dot on a white ground."""
-    dot = PILImage.new("RGBA", (8, 8), (0, 0, 0, 0))
-    dot.putpixel((2, 3), (0, 0, 0, 255))
-    on_white = np.full((8, 8, 3), 255)
-    on_white[3, 2] = 0  # row 3, column 2
-    return dot, on_white
-
-
-def test_transparent_grey_is_white(tmp_path: Path) -> None:
-    writing, expected = black_dot()
-    writing.convert("LA").save(tmp_path / "grey.png")
-    assert np.array_equal(np.asarray(open_one(tmp_path / "grey.png")), expected)
+def test_transparent_pixels_of_a_grey_picture_become_white(tmp_path: Path) -> None:
+    path = tmp_path / "grey.png"
+    DOT_ON_TRANSPARENT.convert("LA").save(path)
+    assert open_one(path).tobytes() == DOT_ON_WHITE.tobytes()
 
 
 def test_a_faint_pixel_is_mixed_with_white(tmp_path: Path) -> None:
-    PILImage.new("RGBA", (1, 1), (0, 0, 0, 51)).save(tmp_path / "faint.png")  # a fifth black
-    assert open_one(tmp_path / "faint.png").getpixel((0, 0)) == (204, 204, 204)
+    a_fifth_opaque = 255 // 5
+    four_fifths_white = 255 * 4 // 5
+    PILImage.new("RGBA", (1, 1), (0, 0, 0, a_fifth_opaque)).save(tmp_path / "faint.png")
+    assert open_one(tmp_path / "faint.png").getpixel((0, 0)) == (four_fifths_white,) * 3
 
 
 def test_a_png_with_much_text_is_read(tmp_path: Path) -> None:
@@ -96,7 +99,7 @@ def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, name: str) -> No
 
 
 def encoded_noise() -> bytes:
-    """A JPEG of noise, which is long enough to be torn."""
+    """A JPEG of noise, which can't be compressed well. So half of the file lacks part of the picture."""
     file = BytesIO()
     PILImage.effect_noise((64, 64), 50).save(file, "jpeg")
     return file.getvalue()
@@ -110,6 +113,7 @@ def test_a_picture_without_a_name_is_named_by_its_number() -> None:
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PILImage.new("L", (100, 100)).save(tmp_path / "bomb.png")
-    monkeypatch.setattr(PILImage, "MAX_IMAGE_PIXELS", 4000)  # Pillow warns from here, and refuses twice as many
+    # Pillow warns of more pixels than this, and refuses more than twice as many. The picture has 10,000.
+    monkeypatch.setattr(PILImage, "MAX_IMAGE_PIXELS", 4000)
     with pytest.raises(BadRowError, match=r"bomb.png can't be read .*decompression bomb"):
         open_one(tmp_path / "bomb.png")

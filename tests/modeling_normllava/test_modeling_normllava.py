@@ -1,4 +1,4 @@
-"""The model class: how it differs from Llava, that it is Llava otherwise, and that a saved folder loads anywhere."""
+"""The model class has a norm and is Llava otherwise, and a saved folder loads without this repository."""
 
 import json
 import re
@@ -32,10 +32,11 @@ from modeling_normllava import (
 )
 
 
+# The prefix of the norm's weights in a state dict.
 NORM = "model.multi_modal_projector.norm"
 
 
-def plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
+def make_plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
     """A Llava with the weights of a NormLlava, except those of the norm."""
     names = ("vision_config", "text_config", "image_token_index", "vision_feature_select_strategy")
     fields = {name: getattr(model.config, name) for name in names}
@@ -46,18 +47,22 @@ def plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditional
     return llava.eval()
 
 
-def prompt(processor: Any, num_images: int, text: str = "What is it?") -> str:
+def write_prompt(processor: Any, num_images: int, text: str) -> str:
     """A user's turn with pictures before a text, as the chat template writes it, and the beginning of the answer."""
-    content = [*[{"type": "image"}] * num_images, {"type": "text", "text": text}]
-    return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    image_parts = [{"type": "image"}] * num_images
+    message = {"role": "user", "content": [*image_parts, {"type": "text", "text": text}]}
+    return processor.apply_chat_template([message], add_generation_prompt=True)
 
 
 def inputs_for(processor: Any, images: list[list[Image.Image]], texts: list[str]) -> dict[str, torch.Tensor]:
-    """A batch of the model's inputs, in which each text comes after its pictures."""
-    prompts = [prompt(processor, len(pictures), text) for pictures, text in zip(images, texts, strict=True)]
-    # The processor takes `None` in place of a batch without any picture.
-    all_images = images if any(images) else None
-    return dict(processor(images=all_images, text=prompts, padding=True, return_tensors="pt"))
+    """A batch of the model's inputs. Each row of it has a list of pictures and a text, which comes after them."""
+    prompts = []
+    for row_images, text in zip(images, texts, strict=True):
+        prompts.append(write_prompt(processor, len(row_images), text))
+    inputs: dict[str, Any] = {"text": prompts}
+    if any(images):  # the processor refuses a batch whose lists are all empty
+        inputs["images"] = images
+    return dict(processor(**inputs, padding=True, return_tensors="pt"))
 
 
 def test_an_unknown_norm_is_refused() -> None:
@@ -65,27 +70,34 @@ def test_an_unknown_norm_is_refused() -> None:
         NormLlavaConfig(projector_norm="rmsnorm")
 
 
-@pytest.mark.parametrize(
-    ("projector_norm", "target", "gain"),
-    [("gwc", 0.8, 0.8 / 32**0.5), ("layernorm", 0.8, 0.8 / 32**0.5), ("gwc", None, 1.0)],
-)
-def test_gain_starts_at_the_target(
-    model: NormLlavaForConditionalGeneration, projector_norm: str, target: float | None, gain: float
+def new_norm(model: NormLlavaForConditionalGeneration, **fields: Any) -> torch.nn.LayerNorm:
+    """The norm of a new model with the parts of `model` and these fields of the config. Its hidden size is 32."""
+    config = NormLlavaConfig(vision_config=model.config.vision_config, text_config=model.config.text_config, **fields)
+    return NormLlavaForConditionalGeneration(config).model.multi_modal_projector.norm
+
+
+@pytest.mark.parametrize("projector_norm", ["gwc", "layernorm"])
+def test_the_gain_starts_so_that_tokens_have_the_target_norm(
+    model: NormLlavaForConditionalGeneration, projector_norm: str
 ) -> None:
-    parts = {"vision_config": model.config.vision_config, "text_config": model.config.text_config}
-    config = NormLlavaConfig(**parts, projector_norm=projector_norm, projector_norm_target=target)
-    norm = NormLlavaForConditionalGeneration(config).model.multi_modal_projector.norm
-    torch.testing.assert_close(norm.weight, torch.full((32,), gain))
+    norm = new_norm(model, projector_norm=projector_norm, projector_norm_target=0.8)
+    # A token of 32 units of size 1 has the norm √32.
+    torch.testing.assert_close(norm.weight, torch.full((32,), 0.8 / 32**0.5))
     assert not norm.bias.any()
     assert isinstance(norm, GlobalWeightCompensatedLayerNorm) == (projector_norm == "gwc")
 
 
-def test_without_the_norm_logits_are_llavas(composed: Callable[..., Path], picture: Image.Image) -> None:
+def test_without_a_target_the_gain_starts_at_1(model: NormLlavaForConditionalGeneration) -> None:
+    norm = new_norm(model, projector_norm="gwc", projector_norm_target=None)
+    assert torch.equal(norm.weight, torch.ones(32))
+
+
+def test_without_the_norm_the_model_is_llava(composed: Callable[..., Path], picture: Image.Image) -> None:
     folder = composed(projector_norm="none")
     model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
-    inputs = processor(images=picture, text=prompt(processor, 1), return_tensors="pt")
-    llava = plain_llava(model)
+    inputs = inputs_for(processor, [[picture]], ["What is it?"])
+    llava = make_plain_llava(model)
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, llava(**inputs).logits)
 
@@ -93,15 +105,17 @@ def test_without_the_norm_logits_are_llavas(composed: Callable[..., Path], pictu
     assert torch.equal(model.generate(**inputs, **options), llava.generate(**inputs, **options))
 
 
+@torch.no_grad()
 def test_with_the_norm_logits_differ_and_tokens_have_the_target_norm(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
-    inputs = processor(images=picture, text=prompt(processor, 1), return_tensors="pt")
-    with torch.no_grad():
-        features = model.get_image_features(inputs["pixel_values"]).pooler_output[0]
-        assert not torch.allclose(model(**inputs).logits, plain_llava(model)(**inputs).logits, atol=1e-3)
-    mean_norm = features.norm(dim=-1).mean().item()
+    inputs = inputs_for(processor, [[picture]], ["What is it?"])
+    llava = make_plain_llava(model)
+    assert not torch.allclose(model(**inputs).logits, llava(**inputs).logits, atol=1e-3)
+
+    (image_tokens,) = model.get_image_features(inputs["pixel_values"]).pooler_output  # of the only picture
+    mean_norm = image_tokens.norm(dim=-1).mean().item()
     assert mean_norm == pytest.approx(model.config.projector_norm_target, rel=1e-2)
 
 
@@ -127,7 +141,7 @@ def test_a_bfloat16_model_saves_its_norm_in_float32(model: NormLlavaForCondition
 
 
 def test_a_plain_llava_folder_is_refused(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:
-    plain_llava(model).save_pretrained(tmp_path)
+    make_plain_llava(model).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"training/compose.py --llava_model"):
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path)
 
@@ -135,98 +149,124 @@ def test_a_plain_llava_folder_is_refused(model: NormLlavaForConditionalGeneratio
 def copy_with_changed_weights(
     source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> Path:
-    """Copy a checkpoint into a folder, with the weights that `change` makes of its weights."""
+    """Copy a checkpoint into a folder, with the weights that `change` returns for its weights."""
     shutil.copytree(source, folder)
     weights = change(load_file(source / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
+def copy_without_weight(source: Path, folder: Path, dropped_name: str) -> Path:
+    """Copy a checkpoint into a folder without one of its weights."""
+
+    def drop_weight(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: weight for name, weight in weights.items() if name != dropped_name}
+
+    return copy_with_changed_weights(source, folder, drop_weight)
+
+
 @pytest.mark.parametrize("model_class", [NormLlavaForConditionalGeneration, NormLlavaModel])
 @pytest.mark.parametrize(
-    ("dropped", "message"),
+    ("dropped_name", "part"),
     [
-        ("lm_head.", "lm_head, first 'lm_head.weight'"),
-        ("vision_tower.encoder.layers.1.mlp.fc1.bias", "missing: 1 of vision_tower, first"),
-        ("multi_modal_projector.norm.weight", "missing: 1 of multi_modal_projector, first"),
+        ("model.vision_tower.encoder.layers.1.mlp.fc1.bias", "vision_tower"),
+        ("model.multi_modal_projector.norm.weight", "multi_modal_projector"),
     ],
 )
-def test_missing_weights_are_refused(
-    composed: Callable[..., Path], tmp_path: Path, dropped: str, message: str, model_class: type[PreTrainedModel]
+def test_a_missing_weight_is_refused(
+    composed: Callable[..., Path], tmp_path: Path, dropped_name: str, part: str, model_class: type[PreTrainedModel]
 ) -> None:
-    def drop(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: weight for name, weight in weights.items() if dropped not in name}
+    folder = copy_without_weight(composed(), tmp_path / "gap", dropped_name)
+    message = f"missing: 1 of {part}, first"
+    with pytest.raises(ValueError, match=message):
+        model_class.from_pretrained(folder)
+    with pytest.raises(ValueError, match=message):
+        model_class.from_pretrained(folder, output_loading_info=True)
 
-    folder = copy_with_changed_weights(composed(), tmp_path / "gap", drop)
-    if dropped == "lm_head." and model_class is NormLlavaModel:
-        model_class.from_pretrained(folder)  # this class has no head, so it misses none
-        return
 
-    for options in ({}, {"output_loading_info": True}):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            model_class.from_pretrained(folder, **options)
+def test_a_missing_lm_head_is_refused_by_the_class_that_has_one(composed: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_without_weight(composed(), tmp_path / "headless", "lm_head.weight")
+    NormLlavaModel.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"lm_head, first 'lm_head\.weight'"):
+        NormLlavaForConditionalGeneration.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight"])
-def test_weights_that_would_be_dropped_are_refused(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
+def test_a_weight_that_the_model_lacks_is_refused(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
     folder = copy_with_changed_weights(composed(), tmp_path / "more", lambda weights: {**weights, name: torch.ones(3)})
+    named_weight = re.escape(name.removeprefix("model."))
     for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):
-        with pytest.raises(ValueError, match=rf"unexpected: 1 of .*{re.escape(name.removeprefix('model.'))}"):
+        with pytest.raises(ValueError, match=f"unexpected: 1 of .*{named_weight}"):
             model_class.from_pretrained(folder)
 
 
-def test_ways_to_load_a_whole_checkpoint(composed: Callable[..., Path], tmp_path: Path) -> None:
-    whole = NormLlavaForConditionalGeneration.from_pretrained(composed(text="gemma3"))  # Gemma 3's head is tied
-    whole.save_pretrained(tmp_path, max_shard_size="20KB")
+def test_a_checkpoint_in_shards_with_a_tied_head_loads_in_all_ways(
+    composed: Callable[..., Path], tmp_path: Path
+) -> None:
+    saved = NormLlavaForConditionalGeneration.from_pretrained(composed(text="gemma3"))  # Gemma 3's head is tied
+    saved.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 5
+    saved_weights = saved.state_dict()
     for loaded in (
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path),
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map="auto"),
-        NormLlavaForConditionalGeneration.from_pretrained(None, config=whole.config, state_dict=whole.state_dict()),
+        NormLlavaForConditionalGeneration.from_pretrained(None, config=saved.config, state_dict=saved_weights),
     ):
-        assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in whole.state_dict().items())
+        loaded_weights = loaded.state_dict()
+        for name, weight in saved_weights.items():
+            assert torch.equal(loaded_weights[name], weight)
         assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
 
-    assert NormLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map="meta").device.type == "meta"
-    _, report = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())  # no key is missing, unexpected or of another shape
+    on_meta_device = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map="meta")
+    assert on_meta_device.device.type == "meta"
 
-    without = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, projector_norm="none")
-    assert isinstance(without.model.multi_modal_projector.norm, torch.nn.Identity)
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_the_loading_info_of_a_whole_checkpoint_is_empty(composed: Callable[..., Path], family: str) -> None:
+    folder = composed(text=family)
+    _, loading_info = NormLlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info.values())  # no weight is missing, unexpected or of another shape
+
+
+def test_a_model_can_be_loaded_without_its_norm(composed: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), projector_norm="none")
+    assert isinstance(model.model.multi_modal_projector.norm, torch.nn.Identity)
 
 
 def test_a_batch_is_answered_like_its_rows_alone(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
-    other = picture.transpose(Image.Transpose.ROTATE_180)
-    cases = [([picture], "Say."), ([picture, other], "What is this picture of?"), ([], "A text alone.")]
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    turned_picture = picture.transpose(Image.Transpose.ROTATE_180)
+    images = [[picture], [picture, turned_picture], []]
+    texts = ["Say.", "What is this picture of?", "A text alone."]
 
-    def answer(cases: list[tuple[list[Image.Image], str]], **more_options: object) -> torch.Tensor:
-        images = [case_images for case_images, _ in cases]
-        texts = [text for _, text in cases]
+    def answer(images: list[list[Image.Image]], texts: list[str], **options: object) -> torch.Tensor:
+        """The tokens of the answers: `(num_rows, 6)`."""
         inputs = inputs_for(processor, images, texts)
         prompt_length = inputs["input_ids"].shape[1]
-        return model.generate(**inputs, **options, **more_options)[:, prompt_length:]
+        output = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, **options)
+        return output[:, prompt_length:]
 
-    separate = torch.cat([answer([case]) for case in cases])
-    assert torch.equal(answer(cases), separate)
-    assert torch.equal(answer(cases, cache_implementation="static"), separate)
+    answers = [answer([row_images], [text]) for row_images, text in zip(images, texts, strict=True)]
+    expected = torch.cat(answers)
+    assert torch.equal(answer(images, texts), expected)
+    assert torch.equal(answer(images, texts, cache_implementation="static"), expected)
 
 
-# A program that loads a model's folder, saves it and loads it again, without this repository. It takes both folders,
-# and leaves the logits of a question about a picture in the second one.
+# A program that loads a model's folder, saves the model into another folder, and loads that, without this repository.
+# The names of both folders are its arguments. In the second folder it leaves logits.pt, the logits of the model for
+# `messages`.
 FRESH_PROCESS = """
 import sys
 from importlib.abc import MetaPathFinder
 
-class Blocked(MetaPathFinder):
+class NoRepository(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("modeling_normllava", "common", "conversations", "diagnostics", "training"):
             raise ImportError(f"{name} must not be needed")
 
-sys.meta_path.insert(0, Blocked())
+sys.meta_path.insert(0, NoRepository())
 
 import torch
 from PIL import Image
@@ -238,28 +278,32 @@ from transformers import (
 source, again = sys.argv[1:]
 image = Image.new("RGB", (40, 30), (10, 200, 30))
 messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]
+options = {"trust_remote_code": True}
 logits = {}
 for folder in (source, again):
-    options = {"trust_remote_code": True}
+    # Every auto class loads the right class of the folder's code.
     assert AutoConfig.from_pretrained(folder, **options).model_type.startswith("normllava")
-    base = AutoModel.from_pretrained(folder, **options)
-    assert type(base).__name__ in ("NormLlavaModel", "NormLlavaKeyAdapterModel")
+    headless = AutoModel.from_pretrained(folder, **options)
+    headless_class = type(headless).__name__
+    assert headless_class in ("NormLlavaModel", "NormLlavaKeyAdapterModel")
     for auto_class in (AutoModelForCausalLM, AutoModelForMultimodalLM):
-        whole = auto_class.from_pretrained(folder, **options)
-        assert type(whole).__name__ == type(base).__name__.replace("Model", "ForConditionalGeneration")
+        with_head = auto_class.from_pretrained(folder, **options)
+        assert type(with_head).__name__ == headless_class.replace("Model", "ForConditionalGeneration")
+
     model = AutoModelForImageTextToText.from_pretrained(folder, **options)
     processor = AutoProcessor.from_pretrained(folder, **options)
     inputs = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
     logits[folder] = model(**inputs).logits
-    pipe = pipeline("image-text-to-text", model=folder, **options)
-    pipe(text=messages, max_new_tokens=3, return_full_text=False)
+    answer = pipeline("image-text-to-text", model=folder, **options)
+    answer(text=messages, max_new_tokens=3, return_full_text=False)
+
     if folder == source:
         model.save_pretrained(again)
         processor.save_pretrained(again)
-        base.save_pretrained(again + "-base")
-        AutoModel.from_pretrained(again + "-base", **options)
+        headless.save_pretrained(again + "-headless")
+        AutoModel.from_pretrained(again + "-headless", **options)
 assert torch.equal(logits[source], logits[again])
 torch.save(logits[source], again + "/logits.pt")
 """
@@ -283,12 +327,11 @@ def test_a_saved_folder_loads_without_this_repository(
         code_files.add("processing_normllava.py")
     assert {path.name for path in again.glob("*.py")} == code_files
 
-    # The logits are the same as inside the repository, where `trust_remote_code` isn't needed.
+    # Inside the repository, `trust_remote_code` isn't needed. The logits for the program's `messages` are the same.
     processor = AutoProcessor.from_pretrained(source)
-    picture = Image.new("RGB", (40, 30), (10, 200, 30))
-    inputs = processor(images=picture, text=prompt(processor, 1, "What?"), return_tensors="pt")
+    inputs = inputs_for(processor, [[Image.new("RGB", (40, 30), (10, 200, 30))]], ["What?"])
     for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
         model = auto_class.from_pretrained(source)
         assert isinstance(model, NormLlavaForConditionalGeneration)
-    with torch.no_grad():
-        assert torch.equal(model(**inputs).logits, torch.load(again / "logits.pt"))
+        with torch.no_grad():
+            assert torch.equal(model(**inputs).logits, torch.load(again / "logits.pt"))

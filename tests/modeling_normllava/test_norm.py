@@ -1,4 +1,4 @@
-"""The compensated norm against the paper's formula, in every dtype and setting that training uses."""
+"""The compensated norm computes the paper's formula, in every dtype and setting that training uses."""
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ EPS = 1e-5
 
 
 def make_norm(gain: float = 0.0134, dtype: torch.dtype = torch.float32) -> GlobalWeightCompensatedLayerNorm:
-    """A norm as after some training: gains of about `gain`, every seventh of them negative, and a bias."""
+    """A norm with a bias, and with gains around `gain`, every seventh of which is negative, as after some training.
+
+    All calls with the same arguments give the same norm, and seed the tensors that a test draws afterwards.
+    """
     torch.manual_seed(0)
     norm = GlobalWeightCompensatedLayerNorm(HIDDEN_SIZE, eps=EPS).to(dtype)
     with torch.no_grad():
@@ -26,38 +29,45 @@ def make_norm(gain: float = 0.0134, dtype: torch.dtype = torch.float32) -> Globa
 def paper_gradients(
     hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of input, gain and bias by eq. 22 to 26, in float64.
+    """The gradients of input, gain and bias by eq. 22 to 26 of the paper (arXiv 2512.08374), in float64.
 
-    The gradient at the normalised input is divided in a hook, as App. D describes it.
+    The forward pass is LayerNorm's. In the backward pass, the gradient at the normalised input is divided by the mean
+    of the absolute gains, which is at least δ = 0.001. A hook does this, as in the paper's App. D.
     """
     x = hidden_states.detach().double().requires_grad_()
-    g = weight.detach().double().requires_grad_()
-    b = bias.detach().double().requires_grad_()
+    gain = weight.detach().double().requires_grad_()
+    offset = bias.detach().double().requires_grad_()
+    mean_gain = gain.detach().abs().mean().clamp(min=1e-3)
+
     centred = x - x.mean(-1, keepdim=True)
-    x_hat = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
-    x_hat.register_hook(lambda grad: grad / g.detach().abs().mean().clamp(min=1e-3))
-    (x_hat * g + b).backward(grad_output.double())
-    return x.grad, g.grad, b.grad
+    variance = centred.square().mean(-1, keepdim=True)
+    normalised = centred / (variance + EPS).sqrt()
+    normalised.register_hook(lambda gradient: gradient / mean_gain)
+    output = normalised * gain + offset
+    output.backward(grad_output.double())
+    return x.grad, gain.grad, offset.grad
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
+    """The L2 norm of the error over that of the expected tensor."""
+    error = actual.double() - expected
+    return (error.norm() / expected.norm()).item()
 
 
 def assert_gradients_are_the_papers(
     norm: GlobalWeightCompensatedLayerNorm, x: torch.Tensor, grad_output: torch.Tensor
 ) -> None:
-    """Compare the gradients that a backward pass has left in a float64 norm and its input."""
+    """Compare `paper_gradients` with the gradients that a backward pass has left in a float64 norm and its input."""
     input_gradient, gain_gradient, bias_gradient = paper_gradients(x, norm.weight, norm.bias, grad_output)
     assert relative_error(x.grad, input_gradient) < 1e-15
     assert relative_error(norm.weight.grad, gain_gradient) < 1e-15
     assert relative_error(norm.bias.grad, bias_gradient) < 1e-15
 
 
-@pytest.mark.parametrize("gain", [1.0, 0.0134, 1e-5])  # the mean of the last is below δ, its lower bound
+@pytest.mark.parametrize("gain", [1.0, 0.0134, 1e-5], ids=["large", "usual", "below δ"])
 def test_gradients_are_the_papers(gain: float) -> None:
     norm = make_norm(gain, torch.float64)
-    x = (30 * torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)).requires_grad_()
+    x = (30 * torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)).requires_grad_()  # a standard deviation of 30
     grad_output = torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)
     norm(x).backward(grad_output)
     assert_gradients_are_the_papers(norm, x, grad_output)
@@ -73,21 +83,22 @@ def test_a_frozen_norm_gives_the_same_input_gradient() -> None:
     assert torch.equal(with_frozen_norm, expected)
 
 
-def test_the_output_is_layer_norms() -> None:
+def test_the_output_is_that_of_layer_norm() -> None:
     norm = make_norm()
     x = 30 * torch.randn(5, 7, HIDDEN_SIZE)
     expected = nn.functional.layer_norm(x, (HIDDEN_SIZE,), norm.weight, norm.bias, EPS)
     torch.testing.assert_close(norm(x), expected, rtol=0, atol=0)
 
 
-def test_second_derivatives_are_those_of_the_gradients() -> None:
+def test_second_derivatives_are_right() -> None:
+    """`gradgradcheck` compares them with finite differences of the gradients."""
     norm = make_norm(gain=0.2, dtype=torch.float64)
     x = torch.randn(3, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(norm, x)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradients_under_checkpointing(use_reentrant: bool) -> None:
+def test_gradients_are_the_papers_under_checkpointing(use_reentrant: bool) -> None:
     norm = make_norm(dtype=torch.float64)
     x = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True)
     grad_output = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64)
@@ -98,29 +109,30 @@ def test_gradients_under_checkpointing(use_reentrant: bool) -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)]
 )
-def test_low_precision_inputs(dtype: torch.dtype, tolerance: float) -> None:
+def test_gradients_of_low_precision_inputs_are_the_papers(dtype: torch.dtype, tolerance: float) -> None:
     norm = make_norm().to(dtype)
     assert torch.equal(norm.weight, make_norm().weight)  # the gain stays float32, unrounded
     x = (30 * torch.randn(64, HIDDEN_SIZE)).to(dtype).requires_grad_()
-    # So small that it would underflow if it were scaled in float16.
+    # This gradient is so small that it would underflow if it were scaled in float16.
     grad_output = (1e-5 * torch.randn(64, HIDDEN_SIZE)).to(dtype)
     output = norm(x)
     output.backward(grad_output)
     assert output.dtype == dtype
     assert x.grad.dtype == dtype
 
-    expected, expected_gain, expected_bias = paper_gradients(x, norm.weight, norm.bias, grad_output)
+    input_gradient, gain_gradient, bias_gradient = paper_gradients(x, norm.weight, norm.bias, grad_output)
     # The input's gradient is about 1e-6 here, for which float16 has few bits. So the expected gradient is rounded too.
-    assert relative_error(x.grad, expected.to(dtype).double()) < tolerance
-    assert relative_error(norm.weight.grad, expected_gain) < tolerance
-    assert relative_error(norm.bias.grad, expected_bias) < tolerance
+    assert relative_error(x.grad, input_gradient.to(dtype).double()) < tolerance
+    assert relative_error(norm.weight.grad, gain_gradient) < tolerance
+    assert relative_error(norm.bias.grad, bias_gradient) < tolerance
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiles_into_one_graph(backend: str) -> None:
+def test_the_norm_compiles_into_one_graph(backend: str) -> None:
     norm = make_norm()
     x = torch.randn(8, HIDDEN_SIZE, requires_grad=True)
     grad_output = torch.randn(8, HIDDEN_SIZE)
-    torch.compile(norm, fullgraph=True, backend=backend)(x).backward(grad_output)
-    expected, _, _ = paper_gradients(x, norm.weight, norm.bias, grad_output)
-    assert relative_error(x.grad, expected) < 1e-5
+    compiled_norm = torch.compile(norm, fullgraph=True, backend=backend)
+    compiled_norm(x).backward(grad_output)
+    input_gradient, _, _ = paper_gradients(x, norm.weight, norm.bias, grad_output)
+    assert relative_error(x.grad, input_gradient) < 1e-5

@@ -67,7 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser, num_samples=32)
     add = parser.add_argument
-    add("--model", nargs="+", required=True, help="folders or Hub ids, compared side by side; of two, also second minus first")
+    add(
+        "--model",
+        nargs="+",
+        required=True,
+        help="folders or Hub ids, compared side by side; of two, also the difference",
+    )
     add("--names", nargs="+", help="the models' names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 layers)")

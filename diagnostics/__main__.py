@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     comparisons = measure_models(
         load_models(args, names),
         questions,
-        data=Path(args.data).name,
+        data_name=Path(args.data).name,
         layers=args.layers,
         command="python -m diagnostics " + shlex.join(words_of_command),
         sweep=args.sweep,

@@ -28,22 +28,23 @@ from diagnostics.table import Summary
 
 logger = logging.getLogger(__name__)
 
+# Name of the file of rows in the run's folder.
 FILE = "dynamics.csv"
 
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    plt.switch_backend("agg")
+    plt.switch_backend("agg")  # figures are written to files, and need no display
     args = parse(build_parser(), argv)
 
     questions = read_questions(args).questions
     table = measure_run(args.run, questions, args.start, **model_options(args))
 
     summaries = {step: Summary.of(rows.drop(columns="step")) for step, rows in table.groupby("step")}
-    figure = args.run / "dynamics.png"
-    save_figure(draw_dynamics(summaries), figure)
-    logger.info("%d steps in %s, drawn in %s", len(summaries), args.run / FILE, figure)
+    figure_path = args.run / "dynamics.png"
+    save_figure(draw_dynamics(summaries), figure_path)
+    logger.info("%d steps in %s, drawn in %s", len(summaries), args.run / FILE, figure_path)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,20 +82,20 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     for step, name in sorted(models_by_step.items()):
         weights = weights_fingerprint(Path(name))
         if weights is None:
-            weights = name  # The files of a model on the Hub are not in a folder of this name.
+            weights = name  # a model on the Hub has no files here to fingerprint, so its name stands for its weights
 
-        is_of_step = table["step"] == step
-        is_of_model = is_of_step & (table["weights"] == weights)
-        if is_of_model.any():
+        is_this_step = table["step"] == step
+        is_measured = is_this_step & (table["weights"] == weights)
+        if is_measured.any():
             logger.info("step %d is in %s already", step, path)
             continue
 
         rows = _measure_checkpoint(name, questions, **options)
         rows = rows.assign(step=step, weights=weights, measured_as=measured_as)
 
-        # If the table has rows of this step, they are of a checkpoint that has been replaced since, by a resumed run.
-        other_steps = table[~is_of_step]
-        # pandas warns if an empty table is joined.
+        # If the table has rows of this step, they are of a checkpoint that a resumed run has replaced since.
+        other_steps = table[~is_this_step]
+        # pandas warns if one of the tables is empty.
         table = rows if other_steps.empty else pd.concat([other_steps, rows])
         table = table.sort_values("step", kind="stable")
         write_whole(path, table.to_csv(index=False))

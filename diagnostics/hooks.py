@@ -26,7 +26,7 @@ class InterfaceHooks(ExitStack):
     - `"norm_input"`: input of the norm module at the end of a NormLlava's projector
     - `"projector_output"`: output of the projector
     - `"decoder"`: input of the decoder's first layer
-    - `"before_mlp"`: the first layer's input plus the output of its attention; not passed if the MLP has no norm before it
+    - `"before_mlp"`: the first layer's input plus the output of its attention; only if a norm is before the MLP
     - `"after_mlp"`: output of the first layer
 
     The function gets the tensor that the forward pass uses, `(..., width)`. It is called every time that the model

@@ -1,8 +1,8 @@
 """Draws the keys of image and text tokens on a plane, by t-SNE, next to their Jensen-Shannon divergence by layer.
 
-MaLoRA (arXiv 2510.26721) has such a figure, but its abstract does not say which layers and heads the figure shows. Here
-a few layers are drawn. A token's keys of all heads are joined to one vector, and the vectors are reduced by PCA before
-t-SNE places them.
+MaLoRA (arXiv 2510.26721) has such a figure, but its abstract does not say which layers and heads the figure shows.
+Here a few layers are drawn. A token's keys of all heads are joined to one vector, and the vectors are reduced by PCA
+before t-SNE places them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
 
     Args:
         records: The record of each picture.
-        measured: Rows of the records' measures. Layers that have no row of `keys.jsd` in it have too few keys to place.
+        measured: Rows of all measures of the records. A layer without a row of `keys.jsd` has too few keys to place.
 
     Returns:
         A row for each token in each of at most `MAX_LAYERS` layers, with columns `layer`, `modality`, `x` and `y`.
@@ -89,7 +89,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
     """
     # The first column is for the divergence, and each other column for a layer.
     num_layers_by_model = placed.groupby("model")["layer"].nunique()
-    num_layers = num_layers_by_model.max()
+    num_layers = int(num_layers_by_model.max())
     num_columns = 1 + num_layers
     figure, axes = plt.subplots(
         len(models),
@@ -125,6 +125,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
 
 def _draw_divergence(axis: plt.Axes, summary: Summary) -> None:
     """Draw the divergence by layer of keys and of values, and their floors as dotted curves."""
+    # `MODELS` has styles of curves that are easy to tell apart.
     for space, style in (("keys", MODELS[0]), ("values", MODELS[1])):
         draw_curve(axis, summary.curve(f"{space}.jsd"), label=space, **style)
         draw_curve(axis, summary.curve(f"{space}.jsd_halves"), color=style["color"], **DOTTED)

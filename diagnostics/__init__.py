@@ -1,4 +1,4 @@
-"""Measurements of a vision-language model: norms at the modality interface, and what the decoder does with tokens."""
+"""Measures vision-language models: norms of image and text tokens, and what the decoder's layers do with them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,10 @@ __all__ = ["Comparison", "attention_map", "compare", "measure", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names of `__all__` only when one of them is first used.
+    """Import the functions and the class of `__all__` when one of them is first used, not with the package.
 
-    They need matplotlib and scikit-learn, which take seconds to import. Training imports only other modules of this
-    package, and so does not wait for them.
+    Their modules import matplotlib and scikit-learn, which takes seconds. Training uses other modules of this package,
+    and shall not wait for these two libraries.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

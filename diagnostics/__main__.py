@@ -3,8 +3,8 @@
     python -m diagnostics --model llava-hf/llava-1.5-7b-hf --data questions.json --output_dir report/
 
 `--data` is what training takes (LLaVA's JSON or JSONL, a dataset on disk or on the Hub) or a folder of pictures. The
-command writes `report.html`, `report.json`, `report.csv`, `rows.csv`, `key_map.csv`, figures, and with `--sweep`
-`sweep.csv`.
+command writes `report.html`, `report.json`, `report.csv`, `rows.csv`, `key_map.csv` and figures. With `--sweep` it
+also writes `sweep.csv`.
 """
 
 import argparse
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    plt.switch_backend("agg")
+    plt.switch_backend("agg")  # figures are written to files, and need no display
     parser = build_parser()
     args = parse(parser, argv)
     names = choose_names(parser, args)
-    command_line = sys.argv[1:] if argv is None else argv
+    words_of_command = sys.argv[1:] if argv is None else argv
 
     questions = read_questions(args)
     check_processors(args)
@@ -45,15 +45,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     comparisons = measure_models(
         load_models(args, names),
         questions,
-        data=Path(args.data).name,
+        data_name=Path(args.data).name,
         layers=args.layers,
-        command="python -m diagnostics " + shlex.join(command_line),
+        command="python -m diagnostics " + shlex.join(words_of_command),
         sweep=args.sweep,
         attention_word=args.attention_map,
     )
+    # Each comparison has one model more than the last. The report is saved after each model, so that it is kept if the
+    # next model fails.
     for comparison in comparisons:
-        # The report is saved after each model, so that it is kept if the next model fails.
         add_weights_fingerprints(comparison, args.model).save(args.output_dir)
+
+    # After the loop, `comparison` is the comparison of all models.
     logger.info("\n%s\n\nReport: %s", comparison, args.output_dir / "report.html")
 
 
@@ -64,12 +67,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser, num_samples=32)
     add = parser.add_argument
-    add("--model", nargs="+", required=True, help="folders or Hub ids, compared side by side; the first is the base")
-    add("--names", nargs="+", help="their names in the report (default: as given in --model)")
+    add(
+        "--model",
+        nargs="+",
+        required=True,
+        help="folders or Hub ids, compared side by side; of two, also the difference",
+    )
+    add("--names", nargs="+", help="the models' names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
-    add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
-    add("--attention_map", metavar="WORD", help="also draw what this word of questions or answers looks at")
-    add("--sweep", action="store_true", help="also test how answers change with image tokens x 0.03 to 30")
+    add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 layers)")
+    add("--attention_map", metavar="WORD", help="also draw where this word of a question or answer looks")
+    add("--sweep", action="store_true", help="also measure answers with image tokens multiplied by 0.03 to 30")
     return parser
 
 
@@ -78,7 +86,7 @@ def choose_names(parser: argparse.ArgumentParser, args: argparse.Namespace) -> l
 
     The parser ends the command if two names are the same, or if there aren't as many names as models.
     """
-    names = args.names or args.model
+    names = args.model if args.names is None else args.names
     if len(names) != len(args.model):
         parser.error(f"--names gives {len(names)} names for {len(args.model)} models")
     if len(set(names)) < len(names):
@@ -92,34 +100,38 @@ def check_processors(args: argparse.Namespace) -> None:
     Raises:
         UserError: if a model takes no pictures.
     """
-    for path in args.model:
-        processor = load_processor(folder_or_id(path), args.trust_remote_code)
+    for model_name_or_path in args.model:
+        processor = load_processor(folder_or_id(model_name_or_path), args.trust_remote_code)
+        # For a model that takes no pictures, `AutoProcessor` loads a tokenizer.
         if isinstance(processor, PreTrainedTokenizerBase):
-            raise UserError(f"{path} takes no pictures, it has only a tokenizer: give a vision-language model.")
+            raise UserError(
+                f"{model_name_or_path} takes no pictures, it has only a tokenizer: give a vision-language model."
+            )
 
 
 def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, Any]]:
-    """Load the models one after the other, and yield each model's name, the model and its processor.
+    """Load one model at a time, and yield its name in the report, the model and its processor.
 
-    No variable here refers to a model, so that the caller can free it before the next model is loaded.
+    No variable of this function holds the model, because that would keep the model in memory while the next one loads.
     """
-    for path, name in zip(args.model, names, strict=True):
-        logger.info("Loading %s ...", path)
-        yield name, *load_model(path, **model_options(args))
+    for model_name_or_path, name in zip(args.model, names, strict=True):
+        logger.info("Loading %s ...", model_name_or_path)
+        yield name, *load_model(model_name_or_path, **model_options(args))
 
 
-def add_weights_fingerprints(comparison: Comparison, paths: Sequence[str]) -> Comparison:
-    """The comparison with the fingerprint of each model's weights in its report.
+def add_weights_fingerprints(comparison: Comparison, models: Sequence[str]) -> Comparison:
+    """A copy of a comparison, in which each model's report has the fingerprint of the model's weights.
 
     Args:
         comparison: The comparison of the models that were measured so far.
-        paths: Folder or Hub id of every model, the measured ones first, in their order.
+        models: Folder or Hub id of every model, in the order in which they are measured.
     """
-    models = []
-    # While models are still to be measured, there are more paths than models in the report.
-    for model, path in zip(comparison.report.models, paths, strict=False):
-        models.append(replace(model, weights=weights_fingerprint(Path(path))))
-    report = replace(comparison.report, models=models)
+    model_reports = []
+    # Some models may not be measured yet. They come last, and have no report.
+    for model_report, model_name_or_path in zip(comparison.report.models, models, strict=False):
+        fingerprint = weights_fingerprint(Path(model_name_or_path))  # `None` for a model on the Hub
+        model_reports.append(replace(model_report, weights=fingerprint))
+    report = replace(comparison.report, models=model_reports)
     return replace(comparison, report=report)
 
 

@@ -1,4 +1,7 @@
-"""Asks a model for greedy answers to many questions, or for the likeliest of a list of answers to one question."""
+"""Asks a model for greedy answers to many questions, or for the likeliest of a list of answers to one question.
+
+For the second, the model reads the question once, and then scores each answer by its log-probability.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -15,10 +18,13 @@ from diagnostics.parts import DiagnosticsError
 
 # A question as chat messages.
 Prompt = list[dict[str, Any]]
+
+# Number of prompts that `answer_prompts` gives the model at a time.
 BATCH_SIZE = 50
-# Options of `generate` for plain greedy decoding. A checkpoint's generation config may sample or set penalties.
+# Options of `generate` for plain greedy decoding. They are needed because a checkpoint's own generation config may ask
+# for sampling or set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-# Number of answers that `likeliest` scores in one pass.
+# Number of answers that `likeliest` gives the model at a time.
 CHUNK_SIZE = 8
 
 
@@ -31,11 +37,16 @@ def make_prompt(question: str, image: Image.Image | None = None) -> Prompt:
 
 
 def encode_prompts(processor: Any, prompts: list[Prompt]) -> Any:
-    """A padded batch of prompts, each up to where the answer begins."""
-    # A tokenizer takes `padding` as an argument of its own, a processor takes it inside `processor_kwargs`.
-    padding: dict[str, Any] = {"padding": True}
+    """The model's inputs for a batch of prompts, padded to the same length. Each prompt ends where the answer begins.
+
+    Args:
+        processor: The model's processor, or a tokenizer if no prompt has a picture.
+        prompts: The questions.
+    """
+    # `apply_chat_template` of a tokenizer takes `padding` directly, that of a processor inside `processor_kwargs`.
+    options: dict[str, Any] = {"padding": True}
     if isinstance(processor, ProcessorMixin):
-        padding = {"processor_kwargs": {"padding": True}}
+        options = {"processor_kwargs": {"padding": True}}
 
     return processor.apply_chat_template(
         prompts,
@@ -43,7 +54,7 @@ def encode_prompts(processor: Any, prompts: list[Prompt]) -> Any:
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-        **padding,
+        **options,
     )
 
 
@@ -51,35 +62,38 @@ def encode_prompts(processor: Any, prompts: list[Prompt]) -> Any:
 def answer_prompts(
     model: PreTrainedModel, processor: Any, prompts: list[Prompt], title: str, max_new_tokens: int = 6
 ) -> list[str]:
-    """Greedy answers to prompts, in their order.
+    """The model's greedy answer to each prompt.
 
     Args:
         model: The model.
-        processor: The model's processor, or a tokenizer if no prompt has a picture.
+        processor: The model's processor, or a tokenizer if no prompt has a picture. It has to pad on the left.
         prompts: The questions.
         title: Text of the progress bar.
         max_new_tokens: Length at which an answer is cut off.
     """
     answers: list[str] = []
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
-        inputs = encode_prompts(processor, prompts[start : start + BATCH_SIZE]).to(model.device)
-        generated = model.generate(**inputs, **GREEDY, max_new_tokens=max_new_tokens)
-        prompt_length = inputs["input_ids"].shape[1]
-        answers += processor.batch_decode(generated[:, prompt_length:], skip_special_tokens=True)
-    return [text.strip() for text in answers]
+        batch = prompts[start : start + BATCH_SIZE]
+        inputs = encode_prompts(processor, batch).to(model.device)
+        prompts_and_answers = model.generate(**inputs, **GREEDY, max_new_tokens=max_new_tokens)
+
+        padded_length = inputs["input_ids"].shape[1]
+        answer_tokens = prompts_and_answers[:, padded_length:]
+        answers += processor.batch_decode(answer_tokens, skip_special_tokens=True)
+    return [answer.strip() for answer in answers]
 
 
 def answer_ids(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     """Token ids of an answer as the chat template writes it after the prompt, with the token that ends the turn.
 
-    If the template writes the answer in another form or ends the turn without a special token, these are the ids of
-    the plain answer and the tokenizer's end token.
+    Some templates change the answer's text, or end a turn without a special token. For these, the ids are those of the
+    answer's own text and of the tokenizer's end token.
     """
-    tokenizer = getattr(processor, "tokenizer", processor)
-    answer_turn = _ids_after_prompt(processor, prompt, answer)
-    end = _find_first_special(tokenizer, answer_turn)
-    if end is not None and tokenizer.decode(answer_turn[:end]).strip() == answer:
-        return answer_turn[: end + 1]
+    tokenizer = getattr(processor, "tokenizer", processor)  # `processor` may itself be a tokenizer
+    ids = _ids_after_prompt(processor, prompt, answer)
+    end = _find_special_token(tokenizer, ids)
+    if end is not None and tokenizer.decode(ids[:end]).strip() == answer:
+        return ids[: end + 1]
     return tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
 
 
@@ -89,36 +103,39 @@ def _ids_after_prompt(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     The list is empty if the template can't write the conversation, or if it writes the prompt differently when an
     answer follows.
     """
-    turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+    answer_message = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
     try:
         prompt_text = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        answered_text = processor.apply_chat_template([*prompt, turn], tokenize=False)
-    except (TypeError, ValueError, TemplateError):  # There is no template, or it takes no lists of parts.
+        conversation_text = processor.apply_chat_template([*prompt, answer_message], tokenize=False)
+    except (TypeError, ValueError, TemplateError):  # There is no template, or it can't write content that is a list.
         return []
 
     tokenizer = getattr(processor, "tokenizer", processor)
     prompt_ids = tokenizer(prompt_text, add_special_tokens=False).input_ids
-    answered_ids = tokenizer(answered_text, add_special_tokens=False).input_ids
-    if answered_ids[: len(prompt_ids)] != prompt_ids:
+    conversation_ids = tokenizer(conversation_text, add_special_tokens=False).input_ids
+
+    ids_of_prompt_length = conversation_ids[: len(prompt_ids)]
+    if ids_of_prompt_length != prompt_ids:
         return []
-    return answered_ids[len(prompt_ids) :]
+    return conversation_ids[len(prompt_ids) :]
 
 
-def _find_first_special(tokenizer: Any, ids: Sequence[int]) -> int | None:
-    """Index of the first id that is a special token; `None` if there is none."""
-    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+def _find_special_token(tokenizer: Any, ids: Sequence[int]) -> int | None:
+    """Index of the first id that is a special token's; `None` if there is none."""
+    added_tokens = tokenizer.added_tokens_decoder  # special tokens are among these
     for index, token_id in enumerate(ids):
-        if token_id in special:
+        added_token = added_tokens.get(token_id)
+        if added_token is not None and added_token.special:
             return index
     return None
 
 
-class ReadPrompt(NamedTuple):
-    """What a model keeps of a prompt that it has read, to score answers after it.
+class PromptState(NamedTuple):
+    """What a model computed from a prompt, so that answers can be scored without reading the prompt again.
 
     Attributes:
-        cache: Keys and values of the prompt.
-        first_log_probabilities: The vocabulary's log-probabilities for the first token after the prompt,
+        cache: Keys and values of the prompt's tokens.
+        first_log_probabilities: Log-probability of each token of the vocabulary to be the first of the answer,
             `(vocab_size,)`.
     """
 
@@ -127,86 +144,92 @@ class ReadPrompt(NamedTuple):
 
 
 @torch.no_grad()
-def read_prompt(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
-    """Run a model on one prompt.
+def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
+    """What a model computes from one prompt.
 
     Args:
         model: The model.
         inputs: The prompt as [`encode_prompts`] returns it, with a batch size of 1.
     """
-    cache = DynamicCache(config=model.config.get_text_config())
+    cache = DynamicCache(config=model.config.get_text_config())  # the model fills it
     logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
-    return ReadPrompt(cache, logits[0, -1].float().log_softmax(dim=-1))
+    first_log_probabilities = logits[0, -1].float().log_softmax(dim=-1)
+    return PromptState(cache, first_log_probabilities)
 
 
 @torch.no_grad()
-def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """For each answer, the vocabulary's log-probabilities at the position of each of the answer's tokens.
+def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """For each answer, the log-probabilities of the whole vocabulary at the place of each of the answer's tokens.
 
     Args:
         model: The model.
-        prompt: The prompt that the answers follow.
+        state: What [`read_prompt`] returns for the prompt that the answers follow.
         answers: Token ids of each answer.
 
     Returns:
-        A tensor `(len(answer), vocab_size)` for each answer.
+        A tensor `(len(answer), vocab_size)` for each answer. Row i holds the model's log-probabilities for token i of
+        the answer, given the prompt and the tokens before i.
 
     Raises:
         DiagnosticsError: if the decoder keeps more of a prompt than keys and values.
     """
-    cache = copy.deepcopy(prompt.cache)
+    cache = copy.deepcopy(state.cache)  # the model adds to it
     try:
         cache.batch_repeat_interleave(len(answers))
-    except AttributeError as error:  # A layer without attention has no keys and values to repeat.
+    except AttributeError as error:  # The cache of a layer without attention can't be repeated.
         raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
 
     # The model reads all tokens of an answer except the last, because what follows the last token doesn't matter. It
     # has to read at least one token, so answers are padded to at least two tokens.
-    longest = max(2, *map(len, answers))
-    padded = torch.zeros(len(answers), longest, dtype=torch.long, device=model.device)
-    for row, answer in zip(padded, answers, strict=True):
-        row[: len(answer)] = torch.tensor(answer)
+    longest = max(len(answer) for answer in answers)
+    padded_length = max(2, longest)
+    padded_answers = torch.zeros(len(answers), padded_length, dtype=torch.long, device=model.device)
+    for padded_answer, answer in zip(padded_answers, answers, strict=True):
+        padded_answer[: len(answer)] = torch.tensor(answer)
 
-    # No attention mask is given. No answer token would need it, because the padding comes last, and decoders with
-    # positions in three axes (Qwen2-VL) take no mask together with a cache.
-    logits = model(input_ids=padded[:, :-1], past_key_values=cache).logits
-    log_probabilities = logits.float().log_softmax(dim=-1)  # [num_answers, longest - 1, vocab_size]
+    # No attention mask is given. It isn't needed: padding comes after the answer, and tokens attend only to earlier
+    # tokens. And decoders with positions in three axes (Qwen2-VL) take no mask together with a cache.
+    logits = model(input_ids=padded_answers[:, :-1], past_key_values=cache).logits
+    log_probabilities = logits.float().log_softmax(dim=-1)  # [num_answers, padded_length - 1, vocab_size]
 
     distributions_by_answer = []
-    for answer, after_each_token in zip(answers, log_probabilities, strict=True):
-        after_first = after_each_token[: len(answer) - 1]
-        distributions_by_answer.append(torch.cat([prompt.first_log_probabilities[None], after_first]))
+    for answer, for_next_token in zip(answers, log_probabilities, strict=True):
+        for_first_token = state.first_log_probabilities[None]  # [1, vocab_size]
+        for_later_tokens = for_next_token[: len(answer) - 1]
+        distributions_by_answer.append(torch.cat([for_first_token, for_later_tokens]))
     return distributions_by_answer
 
 
-def likeliest(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> int:
+def likeliest(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequence[int]]) -> int:
     """Index of the answer with the highest log-probability after a prompt.
 
-    The result is exact, but not every answer has to be scored, because an answer can't be likelier than its first
-    token. Answers are scored a few at a time, by falling probability of their first tokens. The search ends when the
-    best answer so far is likelier than the first token of each remaining answer.
+    An answer can't be likelier than its first token, whose log-probability is known from the prompt. So answers are
+    scored in the order of their first tokens' log-probabilities, the highest first. The search ends when the best
+    answer so far is likelier than the first token of every answer that is left.
 
     Args:
         model: The model.
-        prompt: The prompt that the answers follow.
+        state: What [`read_prompt`] returns for the prompt that the answers follow.
         answers: Token ids of each answer, with its end token.
     """
-    first_tokens = [tokens[0] for tokens in answers]
-    first_scores = prompt.first_log_probabilities[first_tokens]  # [num_answers]
-    by_first_score = first_scores.argsort(descending=True, stable=True)
+    first_tokens = [answer[0] for answer in answers]
+    first_scores = state.first_log_probabilities[first_tokens]  # [num_answers]
+    order = first_scores.argsort(descending=True, stable=True)  # indices of answers
 
-    best = -1
+    best_index = -1
     best_score = -torch.inf
-    for chunk in by_first_score.split(CHUNK_SIZE):
-        if first_scores[chunk[0]] < best_score:
+    for chunk in order.split(CHUNK_SIZE):
+        highest_possible_score = first_scores[chunk[0]]
+        if highest_possible_score < best_score:
             break
 
         indices = chunk.tolist()
-        chunk_distributions = distributions(model, prompt, [answers[index] for index in indices])
-        for index, log_probabilities in zip(indices, chunk_distributions, strict=True):
-            tokens = answers[index]
-            score = log_probabilities[range(len(tokens)), tokens].sum().item()
+        distributions_of_chunk = distributions(model, state, [answers[index] for index in indices])
+        for index, log_probabilities in zip(indices, distributions_of_chunk, strict=True):
+            answer = answers[index]
+            token_scores = log_probabilities[range(len(answer)), answer]  # [len(answer)]
+            score = token_scores.sum().item()
             if score > best_score:
-                best = index
+                best_index = index
                 best_score = score
-    return best
+    return best_index

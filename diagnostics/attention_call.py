@@ -1,4 +1,7 @@
-"""Records the attention of a decoder's layers: probabilities of chosen queries, keys before rotation, and values."""
+"""Records the attention of a decoder's layers: probabilities of chosen queries, keys before rotation, and values.
+
+"Rotation" is rotary position embedding, which attention modules apply to queries and keys after they are projected.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,16 +14,16 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-# Names of the submodule that returns the keys before rotation. If an attention module has several of these, the first
-# in this list is the last that the keys pass.
+# Names of the submodule of an attention module that returns the keys as they are before rotation. Where keys have a
+# norm, it comes after `k_proj`, so the first name in this order that an attention module has is the right one.
 KEYS_MODULES = ("k_norm", "k_layernorm", "k_proj")
 
 
 class AttentionCalls(ExitStack):
     """Records the attention of a decoder's layers until the context is left or closed.
 
-    At every call, the layers of transformers look up their attention function by its name, `"sdpa"`. While the context
-    is open, this name stands for a function that records its arguments and then calls transformers' own function.
+    At every call, an attention module of transformers looks up its attention function by name, `"sdpa"`. While the
+    context is open, this name stands for a function that records its arguments and then calls transformers' own.
 
     Attributes:
         attention: By layer, attention probabilities of the queries, `(num_heads, num_queries, S)`.
@@ -54,12 +57,12 @@ class AttentionCalls(ExitStack):
         self._key_positions = key_positions
         self._length = length
         # For each module inside a layer, the number of this layer.
-        self._numbers: dict[nn.Module, int] = {}
+        self._layer_numbers: dict[nn.Module, int] = {}
         for number, layer in layers.items():
             for module in layer.modules():
-                self._numbers[module] = number
-        # For each attention module, what its keys module has returned in the current forward pass.
-        self._projected: dict[nn.Module, torch.Tensor] = {}
+                self._layer_numbers[module] = number
+        # For each attention module, the keys before rotation of the call that is under way.
+        self._projected_keys: dict[nn.Module, torch.Tensor] = {}
 
         self._implementation = decoder.config._attn_implementation
         if self._implementation == "sdpa":
@@ -79,28 +82,30 @@ class AttentionCalls(ExitStack):
         ]
 
     def _watch_keys(self) -> None:
-        for module in self._numbers:
+        """Keep what the keys module of each attention module returns."""
+        for module in self._layer_numbers:
             keys_module = find_keys_module(module)
             if keys_module is not None:
                 handle = keys_module.register_forward_hook(partial(self._see_keys, module))
                 self.callback(handle.remove)
 
     def _see_keys(self, attention: nn.Module, keys_module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        self._projected[attention] = output.detach()[0]
+        self._projected_keys[attention] = output.detach()[0]  # without the axis of the batch, which has one sample
 
     def _replace_attention(self) -> None:
-        self._sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        """Let the name `"sdpa"` stand for `_attend` until the context is left."""
+        self._transformers_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attend
-        self.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, "sdpa", self._sdpa)
+        self.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, "sdpa", self._transformers_sdpa)
 
     def _attend(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' sdpa, and record the call if a watched layer attends from all tokens to all tokens."""
-        is_watched = module in self._numbers
+        is_watched = module in self._layer_numbers
         num_queries = query.shape[2]
         num_keys = key.shape[2]
         if is_watched and num_queries == self._length and num_keys == self._length:
             self._record(module, query, key, *args, **kwargs)
-        return self._sdpa(module, query, key, *args, **kwargs)
+        return self._transformers_sdpa(module, query, key, *args, **kwargs)
 
     @torch.no_grad()
     def _record(
@@ -113,21 +118,23 @@ class AttentionCalls(ExitStack):
         scaling: float | None = None,
         **kwargs: Any,
     ) -> None:
-        number = self._numbers[module]
-        positions = self._key_positions.to(key.device)
+        """Record a call of sdpa, whose arguments these are. The batch has one sample."""
+        number = self._layer_numbers[module]
 
-        probabilities, visible = attention_rows(query, key, attention_mask, self._queries, scaling)
+        probabilities, visible = attention_of_queries(query, key, attention_mask, self._queries, scaling)
         self.attention[number] = probabilities.cpu()
         self.visible[number] = visible.cpu()
-        self.values[number] = value[0][:, positions].float().cpu()
 
-        keys = before_rotation(self._projected.pop(module, None), key[0])
+        key_positions = self._key_positions.to(key.device)
+        self.values[number] = value[0][:, key_positions].float().cpu()
+
+        keys = before_rotation(self._projected_keys.pop(module, None), key[0])
         if keys is not None:
-            self.keys[number] = keys[:, positions].float().cpu()
+            self.keys[number] = keys[:, key_positions].float().cpu()
 
 
 def find_keys_module(attention: nn.Module) -> nn.Module | None:
-    """The submodule of an attention module that returns its keys before rotation; `None` if there is none."""
+    """The submodule that returns an attention module's keys before rotation; `None` if no submodule is called so."""
     for name in KEYS_MODULES:
         keys_module = getattr(attention, name, None)
         if keys_module is not None:
@@ -135,38 +142,43 @@ def find_keys_module(attention: nn.Module) -> nn.Module | None:
     return None
 
 
-def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> torch.Tensor | None:
     """Keys before rotation, `(num_heads, S, head_dim)`; `None` if they are not known.
 
-    Rotation keeps the norm of each key. So if the norms of `projected` and `key` differ, `projected` is not what was
-    rotated to `key`.
+    Rotation keeps the norm of each key. So if the norms of `projected` and `rotated` differ, `projected` is not what
+    was rotated.
 
     Args:
-        projected: What the keys module returned, in the shape of `key`, or with tokens before heads; `None` if the
-            module wasn't called.
-        key: Keys after rotation, as the attention function gets them, `(num_heads, S, head_dim)`.
+        projected: What the keys module returned, `(num_heads, S, head_dim)`, `(S, num_heads, head_dim)` or
+            `(S, num_heads * head_dim)`; `None` if the keys module wasn't called.
+        rotated: Keys after rotation, as the attention function gets them, `(num_heads, S, head_dim)`.
     """
-    if projected is None or projected.numel() != key.numel():
+    if projected is None or projected.numel() != rotated.numel():
         return None
 
-    num_heads, length, head_dim = key.shape
-    if projected.shape == key.shape:
+    if projected.shape == rotated.shape:
         keys = projected
     else:
-        keys = projected.reshape(length, num_heads, head_dim).transpose(0, 1)
+        num_heads, length, head_dim = rotated.shape
+        keys = projected.reshape(length, num_heads, head_dim).transpose(0, 1)  # [num_heads, S, head_dim]
 
     norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
-    norms_after = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
-    # Rounding changes the norms a little, in low precision by a few eps. The mean norm keeps the tolerance above 0 for
-    # keys whose own norm is near 0.
-    relative_tolerance = max(8 * torch.finfo(key.dtype).eps, 1e-3)
+    norms_after = torch.linalg.vector_norm(rotated, dim=-1, dtype=torch.float32)
+
+    # Rounding changes the norms by a few eps of the keys' dtype; in float32, 1e-3 is ample. The tolerance is relative
+    # to a key's norm plus the mean norm, so that it isn't 0 for a key whose norm is near 0.
+    relative_tolerance = max(8 * torch.finfo(rotated.dtype).eps, 1e-3)
     tolerance = relative_tolerance * (norms_after + norms_after.mean())
-    is_rotation = ((norms_before - norms_after).abs() <= tolerance).all()  # False for keys that overflow
-    return keys if is_rotation else None
+    has_same_norm = (norms_before - norms_after).abs() <= tolerance  # False where a norm is infinite or NaN
+    return keys if has_same_norm.all() else None
 
 
-def attention_rows(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, rows: torch.Tensor, scaling: float | None = None
+def attention_of_queries(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    query_positions: torch.Tensor,
+    scaling: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention probabilities of chosen queries as transformers' sdpa computes them, and the keys that they see.
 
@@ -174,32 +186,33 @@ def attention_rows(
         query: `(1, num_heads, S, head_dim)`.
         key: `(1, num_key_value_heads, S, head_dim)`.
         mask: A boolean or additive mask, `(1, 1 or num_heads, S, S)`; `None` for a causal mask.
-        rows: Positions of the chosen queries, `(num_queries,)`.
+        query_positions: Positions of the chosen queries, `(num_queries,)`.
         scaling: Factor of the dot products; 1/√head_dim by default.
 
     Returns:
         The probabilities in float32, `(num_heads, num_queries, S)`, and a mask of the keys that each query sees,
         `(num_queries, S)`.
     """
-    rows = rows.to(query.device)
-    queries = query[0][:, rows].float()  # [num_heads, num_queries, head_dim]
+    query_positions = query_positions.to(query.device)
+    queries = query[0][:, query_positions].float()  # [num_heads, num_queries, head_dim]
     keys = key[0].float()  # [num_key_value_heads, S, head_dim]
     queries_per_key = queries.shape[0] // keys.shape[0]
     keys = keys.repeat_interleave(queries_per_key, dim=0)  # [num_heads, S, head_dim]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    scores = queries @ keys.transpose(1, 2) * scaling  # [num_heads, num_queries, S]
+    scores = scaling * (queries @ keys.transpose(1, 2))  # [num_heads, num_queries, S]
 
+    # In each case, `visible` is [1 or num_heads, num_queries, S].
     if mask is None:
-        positions = torch.arange(keys.shape[1], device=rows.device)
-        visible = (positions <= rows[:, None])[None]  # [1, num_queries, S]
+        key_positions = torch.arange(keys.shape[1], device=query.device)
+        visible = (key_positions <= query_positions[:, None])[None]
     elif mask.dtype == torch.bool:
-        visible = mask[0][:, rows]
+        visible = mask[0][:, query_positions]
     else:
-        addends = mask[0][:, rows]
+        addends = mask[0][:, query_positions]
         scores = scores + addends.float()
-        # A hidden key gets the dtype's lowest number, or about that if several masks were added.
+        # What is added to hide a key is the dtype's lowest number, or about that if several masks were summed.
         visible = addends > torch.finfo(mask.dtype).min / 2
 
     probabilities = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-    return probabilities, visible[0]
+    return probabilities, visible[0]  # every head sees the same keys

@@ -1,7 +1,7 @@
-"""Where in a picture a word looks: the attention of the word's tokens to the image tokens, drawn over the picture.
+"""Maps and draws where in a picture a word looks: the attention of the word's tokens to the picture's image tokens.
 
-The figure is that of App. G of "The Unseen Bias" (arXiv 2512.08374). The paper does not say which layers and heads it
-shows. This figure shows a few layers, from the first to the last, and means over heads.
+"The Unseen Bias" (arXiv 2512.08374) has such a figure in its App. G, but does not say which layers and heads it shows.
+Here a few layers are drawn, evenly spread from the first to the last, and the weights are means over heads.
 """
 
 import re
@@ -28,15 +28,16 @@ from diagnostics.recording import eval_mode, prepare_inputs
 from diagnostics.tokens import Inputs
 
 
-# Number of layers that are drawn, unless the user names layers.
+# Number of layers that are mapped, unless the user names layers.
 NUM_LAYERS = 4
 # Largest number of pictures that the report shows.
 MAX_PICTURES = 3
+# matplotlib's colour map from yellow to red.
 COLOURS = "YlOrRd"
-# Opacity of the strongest attention. The opacity of no attention is 0.
+# Opacity of the strongest attention in a drawing. The opacity of no attention is 0.
 MAX_OPACITY = 0.8
 # The scale of colours ends at this quantile of all patches' attention. If the scale ended at the largest attention, a
-# single sink would leave all other patches without colour.
+# single patch with massive attention would leave all other patches without colour.
 SCALE_QUANTILE = 0.99
 
 
@@ -46,12 +47,12 @@ class AttentionMap:
 
     Attributes:
         word: The word.
-        text: The text that the word stands in, for titles.
+        text: The text that contains the word, for titles.
         picture: The picture as the vision encoder gets it, cropped and resized.
-        layers: Numbers of the layers.
-        weights: Attention to each image token, `(num_layers, num_rows, num_columns)`, with the picture's top row
-            first. The weights are probabilities, means over heads and over the word's tokens. The sum over a layer is
-            the share of the word's attention that falls on the picture.
+        layers: Numbers of the mapped layers.
+        weights: Attention to each image token, `(num_layers, num_rows, num_columns)`, with the top of the picture
+            first. A weight is the mean of the attention probability over heads and over the word's tokens. The sum of
+            a layer's weights is the share of the word's attention that falls on the picture.
     """
 
     word: str
@@ -75,21 +76,21 @@ def attention_map(
     Args:
         model: The model. Its decoder has to run with `attn_implementation="sdpa"`.
         processor: The model's processor.
-        picture: The picture. The model is given it before the question.
+        picture: The picture, which the model is given before the question.
         question: The question.
         word: A word, or several words in a row, of the question or the answer. Only its first occurrence counts.
-        layers: Numbers of layers; four layers from the first to the last by default.
-        answer: The model's answer, if the word may be in it.
+        layers: Numbers of the layers to map; four layers that are evenly spread by default.
+        answer: An answer to the question, which the model is given too. Needed if the word is in the answer.
 
     Returns:
         The map. `draw_attention_maps({"before": [...], "after": [...]})` draws maps of several models.
 
     Raises:
-        DiagnosticsError: if neither text has the word, or if the model's attention can't be mapped.
+        DiagnosticsError: if neither question nor answer has the word, or if the model's attention can't be mapped.
     """
     (question_about_picture,) = questions_about([picture], question, num_samples=1).questions
-    answered = replace(question_about_picture, answer=answer)
-    return map_question(model, processor, answered, word, layers)
+    question_with_answer = replace(question_about_picture, answer=answer)
+    return map_question(model, processor, question_with_answer, word, layers)
 
 
 def map_questions(
@@ -108,10 +109,15 @@ def questions_with_word(questions: Iterable[Question], word: str) -> list[Questi
     """The first `MAX_PICTURES` questions about a single picture that have the word after the picture or in the answer.
 
     Raises:
-        DiagnosticsError: if no question has the word in either place.
+        DiagnosticsError: if there is no such question.
     """
     pattern = word_pattern(word)
-    chosen = [question for question in questions if pattern.search(text_after_picture(question))]
+    chosen = []
+    for question in questions:
+        text = text_after_picture(question)
+        if pattern.search(text):
+            chosen.append(question)
+
     if not chosen:
         raise DiagnosticsError(
             f'--attention_map: no question about a single picture, and no answer, has "{word}" after the picture.'
@@ -120,16 +126,16 @@ def questions_with_word(questions: Iterable[Question], word: str) -> list[Questi
 
 
 def text_after_picture(question: Question) -> str:
-    """The texts after a question's picture, and its answer; empty if the question has several pictures."""
-    parts: list[dict[str, Any]] = []
+    """The texts that follow a question's picture, with the answer; empty if the question has several pictures."""
+    parts: list[dict[str, Any]] = []  # a part is a picture or a text
     for message in question.prompt:
         parts += message["content"]
     types = [part["type"] for part in parts]
     if types.count("image") != 1:
         return ""
 
-    after_picture = parts[types.index("image") + 1 :]
-    texts = [part["text"] for part in after_picture]
+    picture_index = types.index("image")
+    texts = [part["text"] for part in parts[picture_index + 1 :]]
     return "\n".join([*texts, question.answer]).strip()
 
 
@@ -137,15 +143,16 @@ def map_question(
     model: PreTrainedModel, processor: Any, question: Question, word: str, layers: Sequence[int] | None
 ) -> AttentionMap:
     """What a word of a question, or of its answer, looks at in the question's only picture."""
-    inputs = prepare_inputs(model, processor, with_answer(question))
+    inputs = prepare_inputs(model, processor, messages_with_answer(question))
     return map_attention(model, processor, inputs, word, text_after_picture(question), layers)
 
 
-def with_answer(question: Question) -> list[Message]:
-    """A question's prompt, followed by its answer if it has one."""
+def messages_with_answer(question: Question) -> list[Message]:
+    """The messages of a question's prompt, and then its answer if it has one."""
     if not question.answer:
         return question.prompt
-    return [*question.prompt, {"role": "assistant", "content": [{"type": "text", "text": question.answer}]}]
+    answer_message = {"role": "assistant", "content": [{"type": "text", "text": question.answer}]}
+    return [*question.prompt, answer_message]
 
 
 @torch.no_grad()
@@ -157,15 +164,15 @@ def map_attention(
     text: str,
     layers: Sequence[int] | None = None,
 ) -> AttentionMap:
-    """Run a model on one prompt, in eval mode, and map the attention of a word that comes after the picture.
+    """Run a model on one prompt, in eval mode, and map the attention of a word that comes after the prompt's picture.
 
     Args:
         model: The model. Its decoder has to run with `attn_implementation="sdpa"`.
         processor: The model's processor.
         inputs: The model's inputs for one prompt with one picture, with `input_ids` of shape `(1, S)`.
         word: A word, or several words in a row. Case is ignored.
-        text: The text that the word stands in, for the map's title.
-        layers: Numbers of layers; four layers that are evenly spread by default.
+        text: The text that contains the word, for the map's title.
+        layers: Numbers of the layers to map; four layers that are evenly spread by default.
 
     Raises:
         DiagnosticsError: if the prompt does not have the word, or if the model's attention can't be mapped.
@@ -173,7 +180,7 @@ def map_attention(
     decoder = find_decoder(model)
     chosen = choose_layers(len(decoder.layers), layers, count=NUM_LAYERS)
 
-    input_ids = inputs["input_ids"][0].cpu()
+    input_ids = inputs["input_ids"][0].cpu()  # [S]
     image_positions = (input_ids == image_token_id(model)).nonzero()[:, 0]
     num_rows, num_columns = find_grid(model, inputs.get("pixel_values"), len(image_positions))
     word_positions = find_word(processor.tokenizer, input_ids, image_positions, word)
@@ -187,6 +194,7 @@ def map_attention(
     )
     with eval_mode(model), calls:
         model.base_model(**inputs)
+
     missing = [str(number) for number in chosen if number not in calls.attention]
     if missing:
         raise DiagnosticsError(
@@ -194,21 +202,24 @@ def map_attention(
             'with attn_implementation="sdpa".'
         )
 
-    by_layer = []
+    weights_by_layer = []
     for number in chosen:
         attention = calls.attention[number][:, :, image_positions]  # [num_heads, num_word_tokens, num_image_tokens]
-        by_layer.append(attention.mean(dim=(0, 1)).reshape(num_rows, num_columns))
+        weights = attention.mean(dim=(0, 1))  # [num_image_tokens]
+        weights_by_layer.append(weights.reshape(num_rows, num_columns))
     return AttentionMap(
         word=word,
         text=text,
-        picture=seen_picture(processor.image_processor, inputs["pixel_values"][0]),
+        picture=undo_normalization(processor.image_processor, inputs["pixel_values"][0]),
         layers=chosen,
-        weights=torch.stack(by_layer).numpy(),
+        weights=torch.stack(weights_by_layer).numpy(),
     )
 
 
 def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_image_tokens: int) -> tuple[int, int]:
-    """Number of rows and of columns of a picture's image tokens, if each image token is one patch of the picture.
+    """Number of rows and number of columns in which the image tokens lie on their picture.
+
+    They are known only if each image token is one patch of one picture.
 
     Args:
         model: The model, whose config has the size of a patch.
@@ -216,16 +227,20 @@ def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_ima
         num_image_tokens: Number of image tokens in the prompt.
 
     Raises:
-        DiagnosticsError: if image tokens are not the patches of one picture, so that their places are not known.
+        DiagnosticsError: if the image tokens are not the patches of one picture.
     """
-    patch_size = getattr(getattr(model.config, "vision_config", None), "patch_size", None)
-    shape = () if pixel_values is None else tuple(pixel_values.shape)
-    has_one_picture = len(shape) == 4 and shape[0] == 1
-    if patch_size is not None and has_one_picture:
-        # `patch_size` is a single number, or a pair of height and width.
+    vision_config = getattr(model.config, "vision_config", None)
+    patch_size = getattr(vision_config, "patch_size", None)  # a number, or a pair of height and width
+    shape: tuple[int, ...] = ()
+    if pixel_values is not None:
+        shape = tuple(pixel_values.shape)
+
+    is_one_picture = len(shape) == 4 and shape[0] == 1
+    if is_one_picture and patch_size is not None:
+        _, _, height, width = shape
         patch_height, patch_width = np.broadcast_to(patch_size, 2).tolist()
-        num_rows = shape[2] // patch_height
-        num_columns = shape[3] // patch_width
+        num_rows = height // patch_height
+        num_columns = width // patch_width
         if num_rows * num_columns == num_image_tokens:
             return num_rows, num_columns
 
@@ -238,13 +253,13 @@ def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_ima
 def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Tensor, word: str) -> torch.Tensor:
     """Positions of the tokens of a word, `(num_word_tokens,)`, at its first occurrence after the picture.
 
-    Words before the picture don't count: a decoder's tokens attend only to earlier tokens.
+    Occurrences before the picture don't count, because a decoder's tokens attend only to earlier tokens.
 
     Args:
         tokenizer: The model's tokenizer.
         input_ids: The prompt, `(S,)`.
         image_positions: Positions of the image tokens, `(num_image_tokens,)`.
-        word: The word. It has to stand alone: "cat" isn't found in "category".
+        word: The word, which has to stand alone: see [`word_pattern`].
 
     Raises:
         DiagnosticsError: if the word doesn't occur after the picture.
@@ -256,41 +271,38 @@ def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Te
     if match is None:
         raise DiagnosticsError(f'"{word}" is not in the text after the picture: "{text.strip()}"')
 
-    # `ends[i]` is the number of characters that the first i tokens decode to. A letter may consist of several tokens:
-    # until the last of these tokens it is decoded as "�", which isn't counted.
-    ends = []
-    for count in range(len(ids) + 1):
-        decoded = tokenizer.decode(ids[:count])
-        ends.append(len(decoded.rstrip("�")))
-
+    # A token that shares a character with the match is one of the word's tokens.
     positions = []
-    for number in range(len(ids)):
-        token_start = ends[number]
-        token_end = ends[number + 1]
+    token_start = 0
+    for index in range(len(ids)):
+        # A letter may consist of several tokens. Until the last of them it is decoded as "�", which doesn't count.
+        text_so_far = tokenizer.decode(ids[: index + 1]).rstrip("�")
+        token_end = len(text_so_far)
         if token_start < match.end() and token_end > match.start():
-            positions.append(start + number)
+            positions.append(start + index)
+        token_start = token_end
     return torch.tensor(positions)
 
 
 def word_pattern(word: str) -> re.Pattern[str]:
-    """A pattern that finds a word, or several words in a row, if it stands alone. Case is ignored."""
+    """A pattern for a word, or several words in a row, in any case. "cat" matches in "A Cat.", not in "category"."""
     return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
 
 
-def seen_picture(image_processor: Any, pixels: torch.Tensor) -> Image.Image:
-    """The picture that the vision encoder gets.
+def undo_normalization(image_processor: Any, pixel_values: torch.Tensor) -> Image.Image:
+    """The picture that pixel values show: the image processor's normalization is undone, cropping and resizing stay.
 
     Args:
-        image_processor: The image processor that made the pixels, and may have normalized them.
-        pixels: What the vision encoder is given, `(3, height, width)`.
+        image_processor: The image processor that made the pixel values.
+        pixel_values: What the vision encoder is given, `(3, height, width)`.
     """
-    levels = pixels.float().cpu()
+    intensities = pixel_values.float().cpu()
     if getattr(image_processor, "do_normalize", False):
         mean = torch.tensor(image_processor.image_mean)[:, None, None]
         deviation = torch.tensor(image_processor.image_std)[:, None, None]
-        levels = levels * deviation + mean
-    bytes_of_pixels = (255 * levels.clamp(0, 1)).round().to(torch.uint8)
-    return Image.fromarray(bytes_of_pixels.permute(1, 2, 0).numpy())
+        intensities = intensities * deviation + mean
+    bytes_of_pixels = (255 * intensities.clamp(0, 1)).round().to(torch.uint8)
+    return Image.fromarray(bytes_of_pixels.permute(1, 2, 0).numpy())  # [height, width, 3]
 
 
 @styled
@@ -303,36 +315,39 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
     Args:
         models: The maps of each model by its name, one for each picture.
     """
+    # For each row of the figure, the model's name and the map. The first picture's rows come first.
+    figure_rows: list[tuple[str, AttentionMap]] = []
     num_pictures = max(len(maps) for maps in models.values())
-    rows: list[tuple[str, AttentionMap]] = []
     for number in range(num_pictures):
-        rows += [(name, maps[number]) for name, maps in models.items()]
+        for name, maps in models.items():
+            figure_rows.append((name, maps[number]))
 
-    num_columns = 1 + max(len(attention_map.layers) for _, attention_map in rows)
-    all_weights = np.concatenate([relative_weights(attention_map).ravel() for _, attention_map in rows])
-    # The scale reaches at least 2, so that small differences in nearly even attention aren't drawn in strong colours.
-    scale = Normalize(0, max(2.0, float(np.quantile(all_weights, SCALE_QUANTILE))))
+    all_maps = [attention_map for _, attention_map in figure_rows]
+    scale = choose_scale(all_maps)
 
-    # Sizes are in inches. Columns share the width without margins, and 0.42 of a row's height is for its text.
+    # The first column shows the picture, each other column a layer.
+    num_columns = 1 + max(len(attention_map.layers) for attention_map in all_maps)
+    # Sizes are in inches. 0.6 of the width is for margins, 0.6 of the height for the colour bar, 0.42 of a row for
+    # text.
     column_width = (WIDTH - 0.6) / num_columns
-    height_of_width = max(attention_map.picture.height / attention_map.picture.width for _, attention_map in rows)
-    row_height = height_of_width * column_width + 0.42
+    height_over_width = max(attention_map.picture.height / attention_map.picture.width for attention_map in all_maps)
+    row_height = height_over_width * column_width + 0.42
     figure, axes = plt.subplots(
-        len(rows),
+        len(figure_rows),
         num_columns,
-        figsize=(WIDTH, row_height * len(rows) + 0.6),
+        figsize=(WIDTH, row_height * len(figure_rows) + 0.6),
         squeeze=False,
-        layout=ConstrainedLayoutEngine(h_pad=0.07),  # inches, so that a label and the next title stay apart
+        layout=ConstrainedLayoutEngine(h_pad=0.07),  # so that a label and the title below it stay apart
     )
     for axis in axes.flat:
         axis.axis("off")
 
-    for row, (name, attention_map) in zip(axes, rows, strict=True):
-        row[0].imshow(attention_map.picture)
-        row[0].set_title(name[-40:], loc="left", fontweight="bold")
-        text = " ".join(attention_map.text.split())  # on one line
-        row[1].set_title(f"“{attention_map.word}” in: {text[:60]}", loc="left")
-        _draw_map(row[1:], attention_map, scale)
+    for row_of_axes, (name, attention_map) in zip(axes, figure_rows, strict=True):
+        row_of_axes[0].imshow(attention_map.picture)
+        row_of_axes[0].set_title(name[-40:], loc="left", fontweight="bold")  # of a long path, the end says most
+        text_on_one_line = " ".join(attention_map.text.split())
+        row_of_axes[1].set_title(f"“{attention_map.word}” in: {text_on_one_line[:60]}", loc="left")
+        _draw_map(row_of_axes[1:], attention_map, scale)
 
     bar = figure.colorbar(
         ScalarMappable(scale, COLOURS), ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5, pad=0.02
@@ -341,19 +356,30 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
     return figure
 
 
+def choose_scale(maps: Sequence[AttentionMap]) -> Normalize:
+    """The scale of colours for the [`relative_weights`] of several maps.
+
+    It reaches at least to 2, so that small differences in nearly even attention aren't drawn in strong colours.
+    """
+    all_weights = np.concatenate([relative_weights(attention_map).ravel() for attention_map in maps])
+    quantile = float(np.quantile(all_weights, SCALE_QUANTILE))
+    return Normalize(0, max(2.0, quantile))
+
+
 def relative_weights(attention_map: AttentionMap) -> np.ndarray:
     """A map's weights in multiples of the mean of their layer, `(num_layers, num_rows, num_columns)`."""
     means = attention_map.weights.mean(axis=(1, 2), keepdims=True)
-    return attention_map.weights / np.maximum(means, 1e-12)  # a layer may give the picture no attention
+    nonzero_means = np.maximum(means, 1e-12)  # a layer may give the picture no attention
+    return attention_map.weights / nonzero_means
 
 
 def _draw_map(axes: Sequence[Axes], attention_map: AttentionMap, scale: Normalize) -> None:
     """Draw each layer's attention over the picture in grey. The stronger attention is, the less transparent it is."""
     grey = attention_map.picture.convert("L")
-    # Edges of the picture, so that the patches are stretched over all of it.
+    # Edges of the picture (left, right, bottom, top), so that the patches are stretched over all of it.
     extent = (-0.5, grey.width - 0.5, grey.height - 0.5, -0.5)
-    relative = relative_weights(attention_map)
 
+    relative = relative_weights(attention_map)
     for number, layer in enumerate(attention_map.layers):
         axis = axes[number]
         axis.imshow(grey, cmap="gray", vmin=0, vmax=255)

@@ -1,4 +1,4 @@
-"""All measures of one or several models: for the command line, and for Python and notebooks."""
+"""Measures one or several models on the same questions: for the command, and for Python and notebooks."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,11 +33,11 @@ class Comparison:
     """What was measured of one or several models on the same questions.
 
     Attributes:
-        report: Models, data and results, as `report.json` holds them.
-        rows: The rows of all measures, with the columns of [`~diagnostics.table`] and a column `model`.
-        swept: The rows of [`~diagnostics.norm_sweep.sweep_model`] with a column `model`; empty without `sweep`.
-        key_map: The rows of [`~diagnostics.key_map.place_keys`] with a column `model`.
-        attention_maps: By model, what `attention_word` looks at in some pictures; empty without `attention_word`.
+        report: Models, data and summaries, as `report.json` holds them.
+        rows: The value of each measure for each picture, with the `COLUMNS` of [`~diagnostics.table`] and `model`.
+        swept: What [`~diagnostics.norm_sweep.sweep_model`] returns, with a column `model`; empty if no sweep was made.
+        key_map: What [`~diagnostics.key_map.place_keys`] returns, with a column `model`.
+        attention_maps: By name of the model, maps of what a word looks at; empty if no word was given.
     """
 
     report: Report
@@ -49,15 +49,15 @@ class Comparison:
     def __str__(self) -> str:
         lines = [measured_on(self.report)]
         for model in self.report.models:
-            for text in [*model.sweep, *sentences(model)]:
-                lines.append(f"{model.name}: {text}")
+            all_sentences = [*model.sweep, *sentences(model)]
+            lines += [f"{model.name}: {sentence}" for sentence in all_sentences]
         return "\n".join(lines)
 
     def frame(self) -> pd.DataFrame:
         """A table of means over pictures: a row for each measure, modality and layer of each model.
 
-        Its columns `low` and `high` are the ends of the 95% interval, `n` is the number of pictures. A row without a
-        layer is a mean over layers, or a measure that has no layers.
+        Its columns `low` and `high` are the ends of the 95% interval, `n` is the number of pictures. In a row whose
+        `layer` is missing, `mean` is a mean over layers, or the measure has no layers.
         """
         frames = [model.summary.frame.assign(model=model.name) for model in self.report.models]
         return pd.concat(frames, ignore_index=True)
@@ -65,10 +65,10 @@ class Comparison:
     def figures(self) -> dict[str, Figure]:
         """The report's figures by name. A figure without data is left out."""
         summaries = {model.name: model.summary for model in self.report.models}
-        by_dose = {}
+        sweep_summaries = {}
         if not self.swept.empty:
-            by_dose = {name: summaries_by_dose(rows) for name, rows in self.swept.groupby("model")}
-        figures = draw_figures(summaries, by_dose)
+            sweep_summaries = {name: summaries_by_dose(rows) for name, rows in self.swept.groupby("model")}
+        figures = draw_figures(summaries, sweep_summaries)
 
         if not self.key_map.empty:
             summaries_with_keys = {name: summaries[name] for name in self.key_map["model"].unique()}
@@ -86,12 +86,13 @@ class Comparison:
         folder = Path(folder)
         figures_folder = folder / "figures"
         figures_folder.mkdir(parents=True, exist_ok=True)
+        # The figures of an earlier report are removed. Other files of the user in this folder stay.
         for path in figures_folder.iterdir():
             if path.stem in FIGURES:
                 path.unlink()
 
-        write_whole(folder / "report.csv", self.frame().to_csv(index=False))
-        write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
+        write_table(folder / "report.csv", self.frame())
+        write_table(folder / "rows.csv", self.rows)
         write_table(folder / "key_map.csv", self.key_map)
         write_table(folder / "sweep.csv", self.swept)
         write_whole(folder / "report.json", json.dumps(asdict(self.report), indent=1, allow_nan=False))
@@ -103,14 +104,15 @@ class Comparison:
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
-    """Write a table in the place of an earlier report's. An empty table gets no file."""
-    path.unlink(missing_ok=True)
-    if not table.empty:
+    """Write a table as CSV. For an empty table no file is written, and that of an earlier report is removed."""
+    if table.empty:
+        path.unlink(missing_ok=True)
+    else:
         write_whole(path, table.to_csv(index=False))
 
 
 def measure(model: PreTrainedModel, processor: Any, data: Any, name: str = "model", **options: Any) -> Comparison:
-    """Measure one model. The options are those of [`compare`]."""
+    """Measure one model. `data` and the options are those of [`compare`]."""
     return compare({name: (model, processor)}, data, **options)
 
 
@@ -132,8 +134,8 @@ def compare(
 
     Args:
         models: Model and processor by name in the report. The models are not changed.
-        data: Pictures, or anything that `--data` takes.
-        question: What is asked about pictures without rows.
+        data: Pictures in memory, or what the command's `--data` takes: rows, or a folder of pictures.
+        question: What is asked about each picture if `data` holds no questions.
         num_samples: The largest number of pictures.
         layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
         sweep: Also sweep the norm of image tokens, see [`~diagnostics.norm_sweep.sweep_model`].
@@ -155,11 +157,12 @@ def compare(
     comparisons = measure_models(
         named_models, questions, data_name, layers=layers, sweep=sweep, attention_word=attention_word
     )
-    return list(comparisons)[-1]  # the last comparison has all models
+    *_, comparison_of_all_models = comparisons
+    return comparison_of_all_models
 
 
 class ModelResults(NamedTuple):
-    """What was measured of one model; its tables have no column `model`."""
+    """What was measured of one model, as in [`Comparison`], but without a column `model` in the tables."""
 
     report: ModelReport
     rows: pd.DataFrame
@@ -171,7 +174,7 @@ class ModelResults(NamedTuple):
 def measure_models(
     models: Iterable[tuple[str, PreTrainedModel, Any]],
     questions: Questions,
-    data: str,
+    data_name: str,
     layers: Sequence[int] | None = None,
     command: str = "diagnostics.compare",
     sweep: bool = False,
@@ -179,23 +182,22 @@ def measure_models(
 ) -> Iterator[Comparison]:
     """Measure models one after the other, and after each yield the comparison of the models so far.
 
-    If `models` loads a model only when it is asked for the next one, a single model is in memory at a time.
-
     Args:
-        models: Name, model and processor of each model.
+        models: Name, model and processor of each model. This may be a generator that loads one model at a time: no
+            model is kept here once it is measured.
         questions: What each model is asked.
-        data: Name of the data in the report.
+        data_name: Name of the data in the report.
         layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
         command: Command that the report shows.
         sweep: Also sweep the norm of image tokens.
-        attention_word: Also draw what this word of the questions or answers looks at.
+        attention_word: Also map what this word of the questions or answers looks at.
 
     Raises:
-        DiagnosticsError: if no question has the word, or if a model can't be measured. If a model can't be measured,
-            the message begins with its name.
+        DiagnosticsError: if no question has the word. Also if a model can't be measured; the message then begins with
+            the model's name.
     """
     if attention_word is not None:
-        # This raises for a word that no question has, before the first model is loaded.
+        # An error about a word that no question has shall come before the first model is loaded.
         questions_with_word(questions.questions, attention_word)
 
     results: dict[str, ModelResults] = {}
@@ -206,10 +208,10 @@ def measure_models(
             )
         except DiagnosticsError as error:
             raise DiagnosticsError(f"{name}: {error}") from error
-        # These two references would keep the model in memory while the next model is loaded.
+        # Otherwise these two variables would keep the model in memory while the next model is loaded.
         del model, processor
 
-        yield join_results(results, questions, data, command)
+        yield join_results(results, questions, data_name, command)
 
 
 def measure_model(
@@ -221,12 +223,12 @@ def measure_model(
     sweep: bool = False,
     attention_word: str | None = None,
 ) -> ModelResults:
-    """Measure one model. A sweep and attention maps are made only if they are asked for.
+    """Measure one model on questions. A sweep and attention maps are made only if they are asked for.
 
     Raises:
         DiagnosticsError: if the model can't be measured.
     """
-    # Attention maps come first, because they are quick and fail for some models: such an error shall come soon.
+    # Attention maps come first: they are quick, and for some models they raise an error, which shall come early.
     attention_maps = []
     if attention_word is not None:
         attention_maps = map_questions(model, processor, questions, attention_word, layers)
@@ -241,12 +243,95 @@ def measure_model(
     return ModelResults(report, rows, key_map, swept, attention_maps)
 
 
-def join_results(results: Mapping[str, ModelResults], questions: Questions, data: str, command: str) -> Comparison:
-    """The comparison of models, made of the results of each model by its name."""
+def measure_questions(
+    model: PreTrainedModel,
+    processor: Any,
+    questions: Sequence[Question],
+    name: str,
+    layers: Sequence[int] | None = None,
+) -> tuple[ModelReport, pd.DataFrame, pd.DataFrame]:
+    """All measures of a model, without a sweep.
+
+    Args:
+        model: The model.
+        processor: The model's processor.
+        questions: What the model is asked.
+        name: Name of the model.
+        layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
+
+    Returns:
+        The model's report, the rows of all measures, and what [`~diagnostics.key_map.place_keys`] returns.
+
+    Raises:
+        DiagnosticsError: if one of `layers` does not exist, or if a question can't be measured.
+    """
+    num_layers = len(find_decoder(model).layers)
+    chosen_layers = choose_layers(num_layers, layers)
+
+    records = record_questions(model, processor, questions, chosen_layers, title=f"{name}: pictures")
+    tables = [measure_all(model, records)]
+    for space in ("keys", "values"):
+        distances = measure_space(space, records)
+        if distances is not None:
+            tables.append(distances)
+    rows = pd.concat(tables, ignore_index=True)
+
+    report = ModelReport(
+        name=name,
+        model_class=type(model).__name__,
+        dtype=describe_dtype(model),
+        num_layers=num_layers,
+        hidden_size=model.config.get_text_config().hidden_size,
+        num_pictures=len(records),
+        num_tokens=count_tokens(records),
+        excluded=count_excluded(records),
+        notes=collect_notes(records),
+        summary=Summary.of(rows),
+    )
+    return report, rows, place_keys(records, rows)
+
+
+def describe_dtype(model: PreTrainedModel) -> str:
+    """The dtype of a model's weights, and whether they are quantized."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    return f"{dtype}, quantized" if is_quantized else dtype
+
+
+def count_tokens(records: Sequence[Record]) -> dict[str, int]:
+    """Number of measured tokens of each modality, over all records."""
+    num_tokens = {"visual": 0, "text": 0}
+    for record in records:
+        num_tokens["visual"] += int(record.tokens.visual.sum())
+        num_tokens["text"] += int(record.tokens.text.sum())
+    return num_tokens
+
+
+def count_excluded(records: Sequence[Record]) -> dict[str, int]:
+    """Number of tokens that are excluded for each reason, over all records."""
+    num_tokens: dict[str, int] = {}
+    for record in records:
+        for reason, is_excluded in record.tokens.excluded.items():
+            num_tokens[reason] = num_tokens.get(reason, 0) + int(is_excluded.sum())
+    return num_tokens
+
+
+def collect_notes(records: Sequence[Record]) -> list[str]:
+    """The notes of all records, each note once."""
+    notes: set[str] = set()
+    for record in records:
+        notes |= set(record.notes)
+    return sorted(notes)
+
+
+def join_results(
+    results: Mapping[str, ModelResults], questions: Questions, data_name: str, command: str
+) -> Comparison:
+    """The comparison of the models whose results these are, by name of the model."""
     report = Report(
         command=command,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
-        data=data,
+        data=data_name,
         passed_over=questions.passed_over,
         unreadable=questions.unreadable,
         models=[result.report for result in results.values()],
@@ -267,74 +352,3 @@ def join_tables(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     if not tables_with_rows:
         return pd.DataFrame()
     return pd.concat(tables_with_rows, ignore_index=True)
-
-
-def measure_questions(
-    model: PreTrainedModel,
-    processor: Any,
-    questions: Sequence[Question],
-    name: str,
-    layers: Sequence[int] | None = None,
-) -> tuple[ModelReport, pd.DataFrame, pd.DataFrame]:
-    """All measures of a model as it is.
-
-    Args:
-        model: The model.
-        processor: The model's processor.
-        questions: What the model is asked.
-        name: Name of the model.
-        layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
-
-    Returns:
-        The model's report, the rows of all measures, and what [`~diagnostics.key_map.place_keys`] returns.
-
-    Raises:
-        DiagnosticsError: if one of `layers` does not exist, or if a question can't be measured.
-    """
-    num_layers = len(find_decoder(model).layers)
-    chosen_layers = choose_layers(num_layers, layers)
-
-    records = record_questions(model, processor, questions, chosen_layers, title=f"{name}: pictures")
-    tables = [
-        measure_all(model, records),
-        measure_space("keys", records),
-        measure_space("values", records),
-    ]
-    rows = pd.concat([table for table in tables if table is not None], ignore_index=True)
-
-    report = ModelReport(
-        name=name,
-        model_class=type(model).__name__,
-        dtype=describe_dtype(model),
-        num_layers=num_layers,
-        hidden_size=model.config.get_text_config().hidden_size,
-        num_pictures=len(records),
-        num_tokens=count_tokens(records),
-        excluded=count_excluded(records),
-        notes=sorted({note for record in records for note in record.notes}),
-        summary=Summary.of(rows),
-    )
-    return report, rows, place_keys(records, rows)
-
-
-def describe_dtype(model: PreTrainedModel) -> str:
-    """The dtype of a model's weights, and whether they are quantized."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    is_quantized = getattr(model.config, "quantization_config", None) is not None
-    return f"{dtype}, quantized" if is_quantized else dtype
-
-
-def count_tokens(records: Sequence[Record]) -> dict[str, int]:
-    """Number of measured tokens of all records by modality."""
-    return {
-        "visual": sum(int(record.tokens.visual.sum()) for record in records),
-        "text": sum(int(record.tokens.text.sum()) for record in records),
-    }
-
-
-def count_excluded(records: Sequence[Record]) -> dict[str, int]:
-    """Number of excluded tokens of all records by reason."""
-    counts = {}
-    for reason in records[0].tokens.excluded:
-        counts[reason] = sum(int(record.tokens.excluded[reason].sum()) for record in records)
-    return counts

@@ -1,9 +1,9 @@
-"""Jensen-Shannon divergence between a layer's image and text tokens, and how much of the divergence is chance.
+"""Jensen-Shannon divergence between a layer's image and text tokens, and how large it is by chance.
 
 MaLoRA (arXiv 2510.26721) standardizes keys, reduces them by PCA, and measures their Jensen-Shannon divergence. We have
 read only its abstract, which leaves the details open. Here the divergence is in bits: 0 for equal distributions, 1 for
-distributions without a common value. It is computed from a histogram for each of ten principal components. Each model
-has principal components of its own.
+distributions without a common value. It is computed from histograms, one for each of ten principal components, and
+averaged over the components. Each model has its own principal components.
 """
 
 import numpy as np
@@ -11,66 +11,77 @@ from scipy.special import rel_entr
 from sklearn.decomposition import PCA
 
 
+# Number of principal components.
 COMPONENTS = 10
+# Number of bins of a component's histogram.
 BINS = 16
-# The floor of a distance is this quantile of the distances between random halves.
+# The divergence between two random halves of the pictures is chance. The floor is this quantile over many pairs of
+# halves: a divergence between modalities that is below the floor says nothing.
 FLOOR_QUANTILE = 0.95
-# Several ways to choose a first and a second set of tokens, whose distance is measured. Two boolean arrays,
-# `(num_ways, num_groups)` each, tell for each way which groups of tokens are in the first set and in the second set.
-Split = tuple[np.ndarray, np.ndarray]
+# Pairs of sets of tokens; the divergence between the two sets of each pair is measured. Tokens are in numbered groups,
+# and a set consists of whole groups. The first array tells for each pair which groups are in its first set, and the
+# second array which groups are in its second set: boolean, `(num_pairs, num_groups)` each.
+SetPairs = tuple[np.ndarray, np.ndarray]
 
 
-def measure_divergence(heads: np.ndarray, groups: np.ndarray, observed: Split, halves: Split) -> dict[str, float]:
+def measure_divergence(
+    heads: np.ndarray, groups: np.ndarray, observed: SetPairs, halves: SetPairs
+) -> dict[str, float]:
     """Divergence in bits between the modalities, `"jsd"`, and its floor, `"jsd_halves"`; medians over heads.
 
-    The floor is the 95% quantile of the divergences between random halves of the pictures, within one modality. It is
-    rather too high than too low: a divergence by chance is larger between fewer tokens, and a half of the pictures has
-    fewer tokens than all pictures.
+    The floor is rather too high than too low: half of the pictures have fewer tokens than all pictures, and chance
+    makes the divergence between fewer tokens larger.
 
     Args:
-        heads: Keys of each head, of image tokens and then of text tokens, `(num_heads, num_tokens, head_dim)`.
-        groups: The group of each token, which is one modality of one picture, `(num_tokens,)`.
-        observed: The two modalities.
-        halves: Random halves of the pictures, within one modality. If there are none, `"jsd_halves"` is left out.
+        heads: Keys or values of each head, `(num_heads, num_tokens, head_dim)`.
+        groups: The group of each token, `(num_tokens,)`. A group is one modality of one picture.
+        observed: One pair: all image tokens and all text tokens.
+        halves: Pairs of a random half of the pictures and the other half, within one modality. If there are no such
+            pairs, `"jsd_halves"` is left out.
     """
     between_modalities = [histogram_divergence(head, groups, observed) for head in heads]
     divergences = {"jsd": float(np.median(between_modalities))}
 
-    if len(halves[0]) > 0:
+    num_pairs_of_halves = len(halves[0])
+    if num_pairs_of_halves > 0:
         within_modalities = [histogram_divergence(head, groups, halves) for head in heads]
-        median_over_heads = np.median(within_modalities, axis=0)  # [num_ways]
+        median_over_heads = np.median(within_modalities, axis=0)  # [num_pairs]
         divergences["jsd_halves"] = float(np.quantile(median_over_heads, FLOOR_QUANTILE))
 
     return divergences
 
 
-def histogram_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -> np.ndarray:
-    """Jensen-Shannon divergence in bits between the two sets of each split, `(num_ways,)`.
+def histogram_divergence(points: np.ndarray, groups: np.ndarray, pairs: SetPairs) -> np.ndarray:
+    """Jensen-Shannon divergence in bits between the two sets of each pair, `(num_pairs,)`.
 
     It is the mean over the principal components of all points, weighted by the variance that each component explains.
     Both sets have the same bins, `BINS` for each component. The bins' edges are quantiles of all points, so that each
     bin holds equally many points even if there are outliers.
 
     Args:
-        points: One head's keys, `(num_tokens, head_dim)`.
+        points: One head's keys or values, `(num_tokens, head_dim)`.
         groups: The group of each token, `(num_tokens,)`.
-        split: Which groups are in the first set and which in the second, `(num_ways, num_groups)` each.
+        pairs: The pairs of sets.
     """
-    first, second = split
+    first_sets, second_sets = pairs
+    num_pairs, num_groups = first_sets.shape
     # PCA can't explain the variance of points that are all the same.
     if (points == points[0]).all():
-        return np.zeros(len(first))
+        return np.zeros(num_pairs)
 
-    pca = PCA(n_components=min(COMPONENTS, *points.shape), random_state=0).fit(points)
-    components = points @ pca.components_.T  # [num_tokens, num_components]
+    num_components = min(COMPONENTS, *points.shape)  # PCA finds no more than there are tokens or coordinates
+    pca = PCA(num_components, random_state=0).fit(points)
+    components = points @ pca.components_.T  # [num_tokens, num_components], not centered, which changes no bin
 
     divergences = []
     for component in components.T:
         inner_edges = np.quantile(component, np.arange(1, BINS) / BINS)
-        bins = np.searchsorted(inner_edges, component, side="right")
-        counts = np.zeros((first.shape[1], BINS))  # [num_groups, num_bins]
-        np.add.at(counts, (groups, bins), 1)
-        divergences.append(jensen_shannon(first @ counts, second @ counts))
+        bin_of_token = np.searchsorted(inner_edges, component, side="right")
+        histograms = np.zeros((num_groups, BINS))
+        np.add.at(histograms, (groups, bin_of_token), 1)  # counts the tokens of each group in each bin
+
+        # The histogram of a set is the sum over its groups.
+        divergences.append(jensen_shannon(first_sets @ histograms, second_sets @ histograms))
 
     return np.average(divergences, axis=0, weights=pca.explained_variance_ratio_)
 
@@ -78,12 +89,12 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -
 def jensen_shannon(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Jensen-Shannon divergence in bits of two histograms, counts `(..., num_bins)` each; NaN for an empty histogram.
 
-    scipy's `jensenshannon` is the root of this divergence. It isn't used here, because the root is NaN if rounding
-    makes the divergence negative.
+    scipy's `jensenshannon` is not used. It returns the square root of this divergence, which is NaN if rounding makes
+    the divergence negative.
     """
-    with np.errstate(invalid="ignore"):  # 0 / 0 in an empty histogram
-        first = first / first.sum(axis=-1, keepdims=True)
-        second = second / second.sum(axis=-1, keepdims=True)
-    mixture = (first + second) / 2
-    nats = (rel_entr(first, mixture) + rel_entr(second, mixture)).sum(axis=-1) / 2
+    with np.errstate(invalid="ignore"):  # an empty histogram gives 0 / 0
+        first_shares = first / first.sum(axis=-1, keepdims=True)
+        second_shares = second / second.sum(axis=-1, keepdims=True)
+    mixture = (first_shares + second_shares) / 2
+    nats = (rel_entr(first_shares, mixture) + rel_entr(second_shares, mixture)).sum(axis=-1) / 2
     return np.maximum(nats, 0) / np.log(2)

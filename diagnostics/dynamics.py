@@ -1,9 +1,9 @@
-"""Measures norms and turning in each checkpoint of a run (Fig. 5 of "The Unseen Bias", arXiv 2512.08374).
+"""Measures norms of tokens, and how far layers turn them, in each checkpoint of a training run.
 
     python -m diagnostics.dynamics --run runs/digits/stage1 --data questions.json
 
 The rows of each checkpoint are added to `dynamics.csv` in the run's folder, with a column `step`. A checkpoint whose
-rows are in the file already is skipped.
+rows are in the file already is skipped. The rows are drawn as in Fig. 5 of "The Unseen Bias" (arXiv 2512.08374).
 """
 
 import argparse
@@ -28,22 +28,23 @@ from diagnostics.table import Summary
 
 logger = logging.getLogger(__name__)
 
+# Name of the file of rows in the run's folder.
 FILE = "dynamics.csv"
 
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    plt.switch_backend("agg")
+    plt.switch_backend("agg")  # figures are written to files, and need no display
     args = parse(build_parser(), argv)
 
     questions = read_questions(args).questions
     table = measure_run(args.run, questions, args.start, **model_options(args))
 
     summaries = {step: Summary.of(rows.drop(columns="step")) for step, rows in table.groupby("step")}
-    figure = args.run / "dynamics.png"
-    save_figure(draw_dynamics(summaries), figure)
-    logger.info("%d steps in %s, drawn in %s", len(summaries), args.run / FILE, figure)
+    figure_path = args.run / "dynamics.png"
+    save_figure(draw_dynamics(summaries), figure_path)
+    logger.info("%d steps in %s, drawn in %s", len(summaries), args.run / FILE, figure_path)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,7 +61,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
 
     Args:
         run: The run's folder.
-        questions: Asked of each checkpoint.
+        questions: What each checkpoint is asked.
         start: The model that the run started from, measured as step 0.
         options: Keyword arguments of [`load_model`].
 
@@ -70,16 +71,19 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     Raises:
         UserError: if there are no checkpoints, or if the file has rows of other questions or another `dtype`.
     """
-    models = find_models(run, start)
-    measured_as = fingerprint_measurement(questions, options.get("dtype"))
     path = run / FILE
+    models_by_step = find_models(run, start)
     table = read_table(path)
-    if set(table["measured_as"]) - {measured_as}:
+    measured_as = fingerprint_measurement(questions, options.get("dtype"))
+    is_comparable = table["measured_as"] == measured_as
+    if not is_comparable.all():
         raise UserError(f"{path} holds rows of other questions or another dtype: give the same, or move it away.")
 
-    for step, name in sorted(models.items()):
-        # A model on the Hub has no files here to fingerprint: its name stands for its weights.
-        weights = weights_fingerprint(Path(name)) or name
+    for step, name in sorted(models_by_step.items()):
+        weights = weights_fingerprint(Path(name))
+        if weights is None:
+            weights = name  # a model on the Hub has no files here to fingerprint, so its name stands for its weights
+
         is_this_step = table["step"] == step
         is_measured = is_this_step & (table["weights"] == weights)
         if is_measured.any():
@@ -89,8 +93,9 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
         rows = _measure_checkpoint(name, questions, **options)
         rows = rows.assign(step=step, weights=weights, measured_as=measured_as)
 
-        # Rows of this step are of a checkpoint that a resumed run has replaced since.
+        # If the table has rows of this step, they are of a checkpoint that a resumed run has replaced since.
         other_steps = table[~is_this_step]
+        # pandas warns if one of the tables is empty.
         table = rows if other_steps.empty else pd.concat([other_steps, rows])
         table = table.sort_values("step", kind="stable")
         write_whole(path, table.to_csv(index=False))
@@ -98,15 +103,15 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
 
 
 def find_models(run: Path, start: str | None) -> dict[int, str]:
-    """Folders of a run's checkpoints by step. The model that the run started from, if given, is step 0.
+    """The models to measure by step: the folders of a run's checkpoints, and as step 0 `start`, if it is given.
 
     Raises:
         UserError: if there are no checkpoints.
     """
     models = {}
     for path in run.glob("checkpoint-*"):
-        step = path.name.split("-")[1]
-        if step.isdigit():
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdigit():  # not so in a folder of the user's, such as checkpoint-500-copy
             models[int(step)] = str(path)
     if not models:
         raise UserError(f"{run} has no checkpoint-<step> folders; train with --save_strategy steps.")
@@ -118,14 +123,14 @@ def find_models(run: Path, start: str | None) -> dict[int, str]:
 
 def fingerprint_measurement(questions: Sequence[Question], dtype: str | None) -> str:
     """A fingerprint of pictures, texts and dtype: two checkpoints can be compared only if these are the same."""
-    asked = []
+    contents = []
     for question in questions:
         texts = []
         for message in question.prompt:
-            texts += [part.get("text") for part in message["content"]]
-        asked.append((question.picture, texts))
+            texts += [part.get("text") for part in message["content"]]  # `None` for a picture
+        contents.append((question.picture, texts))
 
-    description = repr((asked, dtype))
+    description = repr((contents, dtype))
     return hashlib.sha256(description.encode()).hexdigest()[:16]
 
 
@@ -135,13 +140,14 @@ def read_table(path: Path) -> pd.DataFrame:
         return pd.DataFrame({"step": [], "weights": [], "measured_as": []})
 
     types = {"layer": "Int64", "picture": "Int64", "weights": str, "measured_as": str}
-    return pd.read_csv(path, dtype=types).fillna({"modality": ""})
+    table = pd.read_csv(path, dtype=types)
+    return table.fillna({"modality": ""})  # pandas reads an empty text as NaN
 
 
 def _measure_checkpoint(name: str, questions: Sequence[Question], **options: Any) -> pd.DataFrame:
-    """Rows of one checkpoint.
+    """The rows of one checkpoint.
 
-    The model is a local variable here, so that it is freed before the next checkpoint is loaded.
+    This is a function of its own so that the model, its local variable, is freed before the next checkpoint is loaded.
     """
     model, processor = load_model(name, **options)
     records = record_questions(model, processor, questions, layers=(), title=name)

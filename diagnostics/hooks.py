@@ -1,4 +1,4 @@
-"""Hooks at the modality interface, where the vision encoder's features become tokens of the decoder."""
+"""Hooks at the modality interface: the vision encoder's output, the projector, and the decoder's first layer."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_norm, find_projector
 
 
-# Names that a decoder layer may give the norm before its MLP. Where a layer has several of these norms, the last one
-# stands before the MLP. A layer that gives its MLP the same input as its attention has none of them.
+# Names that a decoder layer may give the norm module before its MLP. If a layer has modules of several of these names,
+# the last of them is the one before the MLP. A layer whose MLP has the same input as its attention has none.
 MLP_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm")
 
 
@@ -22,23 +22,23 @@ class InterfaceHooks(ExitStack):
     The places, in the order of a forward pass:
 
     - `"encoder_output"`: the vision encoder's last hidden states
-    - `"projector_input"`: what the projector is given
-    - `"norm_input"`: what the norm at the end of a NormLlava's projector is given
-    - `"projector_output"`: what the projector returns
+    - `"projector_input"`: input of the projector
+    - `"norm_input"`: input of the norm module at the end of a NormLlava's projector
+    - `"projector_output"`: output of the projector
     - `"decoder"`: input of the decoder's first layer
-    - `"before_mlp"`: the first layer's input plus the output of its attention; only where a norm stands before the MLP
+    - `"before_mlp"`: the first layer's input plus the output of its attention; only if a norm is before the MLP
     - `"after_mlp"`: output of the first layer
 
     The function gets the tensor that the forward pass uses, `(..., width)`. It is called every time that the model
     computes the tensor, and so again where gradient checkpointing recomputes it in the backward pass.
 
     Args:
-        model: The model. Its hooks are removed when the context is left.
-        on_place: Called with the name of the place and the tensor. If it returns a tensor for `"decoder"`, this tensor
-            replaces the input of the first layer, also for hooks that are registered later.
+        model: The model. The hooks are removed from it when the context is left.
+        on_place: The function, called with the name of the place and the tensor. If it returns a tensor for
+            `"decoder"`, the first layer gets this tensor as its input, and so do hooks that are registered later.
 
     Attributes:
-        notes: What could not be hooked in this model, or what a change at `"decoder"` does not reach: one line each.
+        notes: What could not be hooked in this model, and what a tensor that replaces `"decoder"` does not change.
     """
 
     def __init__(self, model: PreTrainedModel, on_place: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
@@ -51,6 +51,7 @@ class InterfaceHooks(ExitStack):
         self._watch_norm(find_norm(model))
         self._watch_first_layer(find_decoder(model).layers[0])
 
+        # Qwen3-VL's config has `deepstack_visual_indexes`.
         if "deepstack" in str(model.config.to_dict()):
             self.notes.append(
                 "deepstack: picture features also enter later layers, where changing the image tokens that enter the "
@@ -77,8 +78,8 @@ class InterfaceHooks(ExitStack):
             features = _first_float_tensor([*args, *kwargs.values()])
             projected = output if isinstance(output, torch.Tensor) else _first_float_tensor(output)
 
-            # Ovis2's projector is an embedding table, which it also calls with ids to embed the tokens around a
-            # picture. Such a call has no features, so it is passed over.
+            # Ovis2's projector is an embedding table. Ovis2 also calls it with token ids, to embed the tokens around a
+            # picture. Ids are integers, so `features` is then `None`, and the call is passed over.
             if features is not None and projected is not None:
                 self._on_place("projector_input", features)
                 self._on_place("projector_output", projected)
@@ -112,23 +113,24 @@ class InterfaceHooks(ExitStack):
             self._on_place("after_mlp", hidden_states)
 
         self._remove_on_exit(layer.register_forward_pre_hook(pass_and_replace_input, with_kwargs=True))
+        self._remove_on_exit(layer.register_forward_hook(pass_output))
         mlp_norm = find_mlp_norm(layer)
         if mlp_norm is not None:
             self._remove_on_exit(mlp_norm.register_forward_pre_hook(pass_mlp_norm_input))
-        self._remove_on_exit(layer.register_forward_hook(pass_output))
 
     def _remove_on_exit(self, handle: Any) -> None:
         self.callback(handle.remove)
 
 
 def find_mlp_norm(layer: nn.Module) -> nn.Module | None:
-    """The norm before a decoder layer's MLP; `None` if there is none.
+    """The norm module before a decoder layer's MLP; `None` if there is none.
 
     Its input is the layer's input plus the output of the layer's attention.
     """
-    children = dict(layer.named_children())
-    # A layer that norms the MLP's output but not its input (OLMo 2) norms attention's output in the same way: there,
-    # `post_attention_layernorm` is given only what attention returns.
+    children = dict(layer.named_children())  # modules by name
+
+    # OLMo 2 has norm modules after attention and after the MLP, and none before the MLP. The one after attention is
+    # called `post_attention_layernorm` too, but its input is only the output of attention.
     if "post_feedforward_layernorm" in children and "pre_feedforward_layernorm" not in children:
         return None
 
@@ -137,6 +139,7 @@ def find_mlp_norm(layer: nn.Module) -> nn.Module | None:
 
 
 def _first_float_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first of the values that is a tensor of floats; `None` if there is none."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value

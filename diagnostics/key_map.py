@@ -1,7 +1,8 @@
 """Draws the keys of image and text tokens on a plane, by t-SNE, next to their Jensen-Shannon divergence by layer.
 
-MaLoRA (arXiv 2510.26721) has such a figure. Its abstract does not say which layers and heads the figure shows. Here
-the keys of all heads of a layer are joined to one vector, standardized, and reduced by PCA.
+MaLoRA (arXiv 2510.26721) has such a figure, but its abstract does not say which layers and heads the figure shows.
+Here a few layers are drawn. A token's keys of all heads are joined to one vector, and the vectors are reduced by PCA
+before t-SNE places them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,13 @@ from diagnostics.table import Summary
 
 # Largest number of layers that are drawn: the first, the middle and the last layer whose keys are measured.
 MAX_LAYERS = 3
+# Largest number of principal components that t-SNE gets.
 COMPONENTS = 50
+# About how many neighbours of a token t-SNE keeps near it; 30 is scikit-learn's default.
 PERPLEXITY = 30.0
+# Seed of PCA and of t-SNE.
 SEED = 0
+# How the tokens of a modality are drawn.
 LABELS = {"visual": "image", "text": "text"}
 MARKERS = {"visual": "o", "text": "^"}
 
@@ -33,67 +38,84 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
 
     Args:
         records: The record of each picture.
-        measured: The rows of the records' measures. A layer without a row of `keys.jsd` has too few keys to place.
+        measured: Rows of all measures of the records. A layer without a row of `keys.jsd` has too few keys to place.
 
     Returns:
-        A row for each token of at most `MAX_LAYERS` layers, with columns `layer`, `modality`, `x` and `y`.
+        A row for each token in each of at most `MAX_LAYERS` layers, with columns `layer`, `modality`, `x` and `y`.
     """
-    layers = measured.loc[measured["measure"] == "keys.jsd", "layer"].dropna().astype(int).tolist()
+    rows_of_divergence = measured[measured["measure"] == "keys.jsd"]
+    layers = rows_of_divergence["layer"].dropna().astype(int).tolist()
     if not layers:
         return pd.DataFrame(columns=["layer", "modality", "x", "y"])
 
-    tables = []
     num_drawn = min(MAX_LAYERS, len(layers))
-    for index in np.linspace(0, len(layers) - 1, num_drawn).round().astype(int):
-        layer = layers[index]
-        points = take_points("keys", layer, records)
-        # `points.scaled` has all image tokens first, and then as many text tokens.
-        num_per_modality = len(points.pictures)
-        modalities = ["visual"] * num_per_modality + ["text"] * num_per_modality
-        vectors = points.scaled.reshape(len(modalities), -1)  # [2n, num_heads * head_dim]
-        places = project(vectors)
-        tables.append(pd.DataFrame({"layer": layer, "modality": modalities, "x": places[:, 0], "y": places[:, 1]}))
-
+    drawn_indices = np.linspace(0, len(layers) - 1, num_drawn).round().astype(int)
+    drawn_layers = [layers[index] for index in drawn_indices]
+    tables = [place_layer(records, layer) for layer in drawn_layers]
     return pd.concat(tables, ignore_index=True)
 
 
-def project(vectors: np.ndarray) -> np.ndarray:
-    """Places of vectors `(n, size)` on a plane by t-SNE, `(n, 2)`; the same vectors always get the same places."""
-    reduced = PCA(min(COMPONENTS, *vectors.shape), random_state=SEED).fit_transform(vectors)
+def place_layer(records: Sequence[Record], layer: int) -> pd.DataFrame:
+    """What [`place_keys`] returns for one layer."""
+    points = take_points("keys", layer, records)
+    # `points.scaled` has all image tokens first, and then as many text tokens.
+    num_per_modality = len(points.pictures)
+    modalities = ["visual"] * num_per_modality + ["text"] * num_per_modality
+
+    vectors = points.scaled.reshape(len(modalities), -1)  # [num_tokens, num_heads * head_dim]
+    places = project_to_plane(vectors)
+    return pd.DataFrame({"layer": layer, "modality": modalities, "x": places[:, 0], "y": places[:, 1]})
+
+
+def project_to_plane(vectors: np.ndarray) -> np.ndarray:
+    """Places of vectors on a plane by t-SNE, `(num_vectors, 2)`. The same vectors always get the same places.
+
+    Args:
+        vectors: `(num_vectors, size)`.
+    """
+    num_components = min(COMPONENTS, *vectors.shape)  # PCA finds no more than there are vectors or coordinates
+    reduced = PCA(num_components, random_state=SEED).fit_transform(vectors)
     perplexity = min(PERPLEXITY, len(vectors) / 4)  # t-SNE needs a perplexity below the number of vectors
     return TSNE(perplexity=perplexity, init="pca", random_state=SEED).fit_transform(reduced)
 
 
 @styled
 def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
-    """A row for each model: the divergence by layer with its floor, and the keys of up to three layers.
+    """Draw a row for each model: the divergence by layer with its floor, and the keys of up to three layers.
 
     Args:
-        models: Summaries by name of the models in `placed`.
-        placed: What `place_keys` returns for each model, with a column `model`.
+        models: The summary of each model in `placed`, by the model's name.
+        placed: What [`place_keys`] returns for each model, with a column `model`.
     """
-    # A column for the divergence, and one for each drawn layer.
-    num_columns = 1 + placed.groupby("model")["layer"].nunique().max()
+    # The first column is for the divergence, and each other column for a layer.
+    num_layers_by_model = placed.groupby("model")["layer"].nunique()
+    num_layers = int(num_layers_by_model.max())
+    num_columns = 1 + num_layers
     figure, axes = plt.subplots(
         len(models),
         num_columns,
         figsize=(WIDTH, 0.6 + 1.9 * len(models)),
-        width_ratios=[1.15, *[1] * (num_columns - 1)],
+        width_ratios=[1.15] + [1] * num_layers,
         squeeze=False,
         layout="constrained",
     )
 
-    for row, (name, summary) in zip(axes, models.items(), strict=True):
-        _draw_divergence(row[0], summary)
-        row[0].set_title(name[-80:], loc="left", fontweight="bold")
+    for row_of_axes, (name, summary) in zip(axes, models.items(), strict=True):
+        divergence_axis = row_of_axes[0]
+        _draw_divergence(divergence_axis, summary)
+        divergence_axis.set_title(name[-80:], loc="left", fontweight="bold")
+
         tokens_by_layer = placed[placed["model"] == name].groupby("layer")
-        for axis, (layer, tokens) in zip(row[1:], tokens_by_layer, strict=False):
+        layer_axes = row_of_axes[1 : 1 + len(tokens_by_layer)]
+        for axis, (layer, tokens) in zip(layer_axes, tokens_by_layer, strict=True):
             _draw_tokens(axis, tokens)
             axis.set_xlabel(f"keys of layer {layer}")
-        # If another model has more layers in its row, this row's last axes stay empty.
-        for axis in row[1 + len(tokens_by_layer) :]:
+
+        # Another model may have more layers in its row. Then the last axes of this row stay empty.
+        for axis in row_of_axes[1 + len(tokens_by_layer) :]:
             axis.axis("off")
 
+    # The labels are the same in all rows.
     curve_labels = axes[-1, 0].get_legend_handles_labels()
     token_labels = axes[-1, 1].get_legend_handles_labels()
     figure.legend(*curve_labels, loc="outside lower left", ncols=2)
@@ -102,7 +124,9 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
 
 
 def _draw_divergence(axis: plt.Axes, summary: Summary) -> None:
-    for space, style in zip(("keys", "values"), MODELS, strict=False):
+    """Draw the divergence by layer of keys and of values, and their floors as dotted curves."""
+    # `MODELS` has styles of curves that are easy to tell apart.
+    for space, style in (("keys", MODELS[0]), ("values", MODELS[1])):
         draw_curve(axis, summary.curve(f"{space}.jsd"), label=space, **style)
         draw_curve(axis, summary.curve(f"{space}.jsd_halves"), color=style["color"], **DOTTED)
     axis.set(ylabel="divergence, bits", xlabel="layer", ylim=(0, 1))
@@ -110,6 +134,7 @@ def _draw_divergence(axis: plt.Axes, summary: Summary) -> None:
 
 
 def _draw_tokens(axis: plt.Axes, tokens: pd.DataFrame) -> None:
+    """Draw the tokens of one layer at their places, in a frame without ticks."""
     for modality, places in tokens.groupby("modality", sort=False):
         axis.scatter(
             places["x"],

@@ -1,8 +1,10 @@
-"""Distances between image and text tokens in key space, before rotary embedding, and in value space.
+"""Measures how far the keys of image tokens lie from the keys of text tokens in a layer, and the same for values.
 
-Keys are compared before rotary embedding, because it moves keys at different positions apart even if their
-distribution is the same. MaLoRA's abstract (arXiv 2510.26721) names the two distances, MMD and Jensen-Shannon
-divergence. The choices that it leaves open are stated on the report's page.
+The measures are two distances, MMD² and Jensen-Shannon divergence, which MaLoRA's abstract (arXiv 2510.26721) names,
+and the accuracy of a linear probe. The choices that the abstract leaves open are stated on the report's page.
+
+Keys are compared as they are before rotary embedding. The embedding rotates keys by an angle that grows with their
+position, and so moves keys at different positions apart even if their distribution is the same.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold, cross_val_score
 
-from diagnostics.divergence import FLOOR_QUANTILE, Split, measure_divergence
+from diagnostics.divergence import FLOOR_QUANTILE, SetPairs, measure_divergence
 from diagnostics.probe import TINY, Record
 from diagnostics.table import jackknife_rows, make_rows
 from diagnostics.tokens import Tokens
@@ -22,63 +24,48 @@ from diagnostics.tokens import Tokens
 
 # About how many tokens of each modality are compared, over all pictures.
 MAX_TOKENS = 256
-# The smallest number of tokens of each modality from which a distance says something.
+# With fewer tokens of each modality than this, a distance says nothing, and is not measured.
 MIN_TOKENS = 8
-# Bandwidths of the kernel, in multiples of the mean squared distance.
+# Bandwidths of MMD's kernel, in multiples of the mean squared distance between two tokens.
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# Number of random splits of the pictures into halves.
+# Number of times that the pictures are split into random halves.
 HALVES = 200
 # Largest number of folds in the linear probe's cross-validation.
 MAX_FOLDS = 5
 
 
 def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.DataFrame | None:
-    """Rows of the distances by layer, such as `keys.mmd`; `None` if there are too few tokens to compare.
+    """Rows of all measures of this file by layer, such as `keys.mmd`; `None` if there are too few tokens to compare.
 
     Args:
         name: `"keys"` or `"values"`.
         records: The record of each picture.
         seed: Seed of the random halves.
     """
-    recorded_layers = [set(getattr(record, name)) for record in records]
-    layers = sorted(set.intersection(*recorded_layers))
-    points_by_layer = {layer: take_points(name, layer, records) for layer in layers}
+    # `record.keys` and `record.values` are dictionaries by layer. Layers that all records have are compared.
+    layers_of_records = [set(getattr(record, name)) for record in records]
+    layers = sorted(set.intersection(*layers_of_records))
     if not layers:
         return None
+
+    points_by_layer = {layer: take_points(name, layer, records) for layer in layers}
     # All layers have the same tokens, so the first layer tells whether there are enough tokens.
     if not can_compare(points_by_layer[layers[0]]):
         return None
 
-    splits = make_splits(len(records), np.random.default_rng(seed))
-    rows = pd.concat([_measure_layer(layer, points, splits) for layer, points in points_by_layer.items()])
+    set_pairs = make_set_pairs(len(records), np.random.default_rng(seed))
+    rows = pd.concat([_measure_layer(layer, points, set_pairs) for layer, points in points_by_layer.items()])
     return rows.assign(measure=f"{name}." + rows["measure"])
 
 
-def draw_positions(tokens: Tokens, picture: str, count: int) -> torch.Tensor:
-    """Random positions of at most `count` image tokens and `count` text tokens of a sample, in order.
-
-    The random numbers depend only on `picture`, the fingerprint of the sample's picture, so that every model gets the
-    same numbers.
-    """
-    generator = torch.Generator().manual_seed(int(picture, 16) % 2**63)  # seeds are below 2^63
-    drawn = []
-    for mask in (tokens.visual, tokens.text):
-        positions = mask.nonzero()[:, 0]
-        order = torch.randperm(len(positions), generator=generator)
-        drawn.append(positions[order[:count]])
-    return torch.cat(drawn).sort().values
-
-
 class Points(NamedTuple):
-    """Keys or values of one layer. Each picture gives as many image tokens as text tokens.
-
-    The picture of `visual[i]` and the picture of `text[i]` are both `pictures[i]`.
+    """Keys or values of one layer, for as many image tokens as text tokens of each picture.
 
     Attributes:
         visual: Keys or values of image tokens, `(n, num_heads, head_dim)`.
         text: Keys or values of text tokens, `(n, num_heads, head_dim)`.
-        pictures: Number of the picture of each row, `(n,)`.
-        num_pictures: Number of all pictures, including pictures without a row.
+        pictures: The number of the picture that `visual[i]` and `text[i]` both come from, for each i, `(n,)`.
+        num_pictures: Number of all pictures, including pictures from which no token is taken.
     """
 
     visual: np.ndarray
@@ -101,15 +88,10 @@ class Points(NamedTuple):
 
         Each coordinate has mean 0 and standard deviation 1 over both modalities together.
         """
-        pooled = np.concatenate([self.visual, self.text])
-        deviation = pooled.std(axis=0)
-        return (pooled - pooled.mean(axis=0)) / np.where(deviation > 0, deviation, 1)
-
-
-def can_compare(points: Points) -> bool:
-    """Whether there are enough tokens, and from at least two pictures."""
-    num_pictures = len(np.unique(points.pictures))
-    return len(points.pictures) >= MIN_TOKENS and num_pictures >= 2
+        both_modalities = np.concatenate([self.visual, self.text])
+        centered = both_modalities - both_modalities.mean(axis=0)
+        deviation = both_modalities.std(axis=0)
+        return centered / np.where(deviation > 0, deviation, 1)  # a coordinate without deviation is 0
 
 
 def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
@@ -124,9 +106,12 @@ def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
     text = []
     pictures: list[int] = []
     for number, record in enumerate(records):
-        vectors = getattr(record, name)[layer].transpose(0, 1).numpy()  # [num_kept, num_heads, head_dim]
-        image_vectors = vectors[record.tokens.visual[record.key_positions]]
-        text_vectors = vectors[record.tokens.text[record.key_positions]]
+        vectors_by_layer = getattr(record, name)
+        vectors = vectors_by_layer[layer].transpose(0, 1).numpy()  # [num_kept, num_heads, head_dim]
+        is_image_token = record.tokens.visual[record.key_positions]  # [num_kept]
+        is_text_token = record.tokens.text[record.key_positions]  # [num_kept]
+        image_vectors = vectors[is_image_token]
+        text_vectors = vectors[is_text_token]
 
         count = min(len(image_vectors), len(text_vectors))  # 0 if all tokens of a modality are sinks
         visual.append(take_evenly(image_vectors, count))
@@ -147,38 +132,47 @@ def take_evenly(vectors: np.ndarray, count: int) -> np.ndarray:
     return vectors[chosen]
 
 
-class Splits(NamedTuple):
-    """The pairs of sets of tokens that are compared, as sets of the groups of [`Points`].
+def can_compare(points: Points) -> bool:
+    """Whether there are enough tokens, and from at least two pictures."""
+    num_pictures_with_tokens = len(np.unique(points.pictures))
+    return len(points.pictures) >= MIN_TOKENS and num_pictures_with_tokens >= 2
+
+
+class AllSetPairs(NamedTuple):
+    """The pairs of sets of tokens that are compared. A set consists of groups, which are numbered as in [`Points`].
 
     Attributes:
-        observed: The image tokens and the text tokens of all pictures.
-        leave_one_out: For each picture, the image tokens and the text tokens of all other pictures.
-        halves: Tokens of a random half of the pictures and of the other half, both of the same modality. Empty for
+        observed: One pair: all image tokens and all text tokens.
+        leave_one_out: A pair for each picture: image tokens and text tokens of all other pictures.
+        halves: Pairs of a random half of the pictures and the other half, within one modality. There are none for
             fewer than four pictures.
     """
 
-    observed: Split
-    leave_one_out: Split
-    halves: Split
+    observed: SetPairs
+    leave_one_out: SetPairs
+    halves: SetPairs
 
 
-def make_splits(num_pictures: int, rng: np.random.Generator) -> Splits:
-    """The sets to compare for this number of pictures."""
+def make_set_pairs(num_pictures: int, rng: np.random.Generator) -> AllSetPairs:
+    """The pairs of sets to compare for this number of pictures."""
     all_pictures = np.ones((1, num_pictures), dtype=bool)
     all_but_one = ~np.eye(num_pictures, dtype=bool)
 
     # A half needs at least two pictures, because only pairs of tokens from different pictures count.
     half_size = num_pictures // 2
-    num_halves = HALVES if half_size > 1 else 0
-    # Each row gives the pictures random ranks. With an odd number of pictures, the last rank is in neither half.
-    ranks = np.array([rng.permutation(num_pictures) for _ in range(num_halves)]).reshape(-1, num_pictures)
+    num_splits = HALVES if half_size > 1 else 0
+    # For each split, a random rank of each picture. With an odd number of pictures, the last rank is in neither half.
+    ranks = np.zeros((num_splits, num_pictures), dtype=int)
+    for split in range(num_splits):
+        ranks[split] = rng.permutation(num_pictures)
+
     first_half = ranks < half_size
     second_half = (ranks >= half_size) & (ranks < 2 * half_size)
     halves = (
         np.concatenate([image_groups(first_half), text_groups(first_half)]),
         np.concatenate([image_groups(second_half), text_groups(second_half)]),
     )
-    return Splits(
+    return AllSetPairs(
         observed=(image_groups(all_pictures), text_groups(all_pictures)),
         leave_one_out=(image_groups(all_but_one), text_groups(all_but_one)),
         halves=halves,
@@ -186,100 +180,108 @@ def make_splits(num_pictures: int, rng: np.random.Generator) -> Splits:
 
 
 def image_groups(pictures: np.ndarray) -> np.ndarray:
-    """Mask of the groups with the image tokens of some pictures, `(num_ways, 2 * num_pictures)`.
+    """The groups that hold the image tokens of some pictures, as a mask of all groups.
 
     Args:
-        pictures: Mask of the pictures, `(num_ways, num_pictures)`.
+        pictures: For each pair of sets, a mask of the pictures, `(num_pairs, num_pictures)`.
+
+    Returns:
+        For each pair of sets, a mask of the groups, `(num_pairs, 2 * num_pictures)`.
     """
     return np.concatenate([pictures, np.zeros_like(pictures)], axis=1)
 
 
 def text_groups(pictures: np.ndarray) -> np.ndarray:
-    """Mask of the groups with the text tokens of some pictures, `(num_ways, 2 * num_pictures)`.
-
-    Args:
-        pictures: Mask of the pictures, `(num_ways, num_pictures)`.
-    """
+    """The groups that hold the text tokens of some pictures, in the same form as [`image_groups`]."""
     return np.concatenate([np.zeros_like(pictures), pictures], axis=1)
 
 
-def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
-    """Rows of one layer: MMD², divergence and the linear probe's accuracy, each the median over heads."""
+def _measure_layer(layer: int, points: Points, set_pairs: AllSetPairs) -> pd.DataFrame:
+    """Rows of one layer's measures. MMD², divergence and the linear probe's accuracy are medians over heads."""
     heads = points.scaled.transpose(1, 0, 2)  # [num_heads, 2n, head_dim]
-    kernels = [kernel(head) for head in heads]
-    # The groups are numbered as in `Points.groups`: image tokens of all pictures, then text tokens of all pictures.
-    picture_of_group = np.arange(2 * points.num_pictures) % points.num_pictures
+    kernels = [kernel_matrix(head) for head in heads]
+    # Groups are the image tokens of each picture, and then the text tokens of each picture.
+    picture_of_group = np.tile(np.arange(points.num_pictures), 2)
 
-    def median_mmd(split: Split) -> np.ndarray:
-        mmd_by_head = [unbiased_mmd(matrix, points.groups, picture_of_group, split) for matrix in kernels]
-        return np.median(mmd_by_head, axis=0)  # [num_ways]
+    def median_mmd(pairs: SetPairs) -> np.ndarray:
+        mmd_by_head = [unbiased_mmd(kernel, points.groups, picture_of_group, pairs) for kernel in kernels]
+        return np.median(mmd_by_head, axis=0)  # [num_pairs]
 
-    (mmd,) = median_mmd(splits.observed)
+    (mmd,) = median_mmd(set_pairs.observed)
+    mmd_without_each_picture = median_mmd(set_pairs.leave_one_out)
     accuracy = np.median([linear_probe(head, points.groups, points.num_pictures) for head in heads])
     rows = [
-        jackknife_rows("mmd", mmd, median_mmd(splits.leave_one_out), layers=[layer]),
+        jackknife_rows("mmd", mmd, mmd_without_each_picture, layers=[layer]),
         make_rows("probe", layers=[layer], whole=accuracy),
         make_rows("tokens", layers=[layer], whole=len(points.pictures)),
     ]
-    divergences = measure_divergence(heads, points.groups, splits.observed, splits.halves)
+    divergences = measure_divergence(heads, points.groups, set_pairs.observed, set_pairs.halves)
     for measure, divergence in divergences.items():
         rows.append(make_rows(measure, layers=[layer], whole=divergence))
 
-    mmd_of_halves = median_mmd(splits.halves)
-    if len(mmd_of_halves):
+    mmd_of_halves = median_mmd(set_pairs.halves)
+    if len(mmd_of_halves) > 0:
         floor = np.quantile(mmd_of_halves, FLOOR_QUANTILE)
         rows.append(make_rows("mmd_halves", layers=[layer], whole=floor))
     return pd.concat(rows)
 
 
-def kernel(points: np.ndarray) -> np.ndarray:
-    """The kernel of all pairs of rows x and y of `points`, `(N, N)`.
+def kernel_matrix(points: np.ndarray) -> np.ndarray:
+    """MMD's kernel between each two tokens, `(num_tokens, num_tokens)`.
 
-    It is the mean over the bandwidths s of exp(-‖x-y‖²/(s σ²)), where σ² is the mean squared distance of two rows.
-    """
-    rows = torch.from_numpy(points).double()
-    # cdist's faster mode, by matrix products, has large rounding errors at small distances.
-    squared_distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
-    num_pairs = len(rows) * (len(rows) - 1)
-    mean_squared_distance = squared_distances.sum() / num_pairs
-
-    kernels = []
-    for bandwidth in BANDWIDTHS:
-        scale = (bandwidth * mean_squared_distance).clamp(min=TINY)
-        kernels.append((-squared_distances / scale).exp())
-    return torch.stack(kernels).mean(dim=0).numpy()
-
-
-def unbiased_mmd(matrix: np.ndarray, groups: np.ndarray, pictures: np.ndarray, split: Split) -> np.ndarray:
-    """MMD² between the two sets of each split, `(num_ways,)`; NaN if a set has no pairs of tokens.
-
-    It is the U-statistic of Gretton et al. (2012, eq. 3), but only pairs of tokens from different pictures count.
-    Tokens of one picture are correlated, and their pairs would raise MMD² above 0 even for equal distributions.
+    For the keys x and y of two tokens, it is the mean of exp(-‖x-y‖²/(s σ²)) over the bandwidths s, where σ² is the
+    mean of ‖x-y‖² over all pairs of different tokens.
 
     Args:
-        matrix: The kernel of all pairs of tokens, `(N, N)`.
-        groups: The group of each token, `(N,)`.
-        pictures: The picture of each group, `(num_groups,)`.
-        split: The two sets of groups.
+        points: One head's keys or values, `(num_tokens, head_dim)`.
     """
-    is_member = np.eye(len(pictures))[groups]  # [N, num_groups]
-    are_apart = pictures[:, None] != pictures  # [num_groups, num_groups]
-    group_sizes = is_member.sum(axis=0)
+    vectors = torch.from_numpy(points).double()
+    # cdist's faster mode, by matrix products, has large rounding errors at small distances.
+    squared_distances = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist").square()
+    num_token_pairs = len(vectors) * (len(vectors) - 1)
+    mean_squared_distance = squared_distances.sum() / num_token_pairs
 
-    # For any two groups, the sum of the kernel over their pairs of tokens, and the number of these pairs.
-    sums = is_member.T @ matrix @ is_member * are_apart
-    counts = np.outer(group_sizes, group_sizes) * are_apart
+    kernel_by_bandwidth = []
+    for bandwidth in BANDWIDTHS:
+        scale = (bandwidth * mean_squared_distance).clamp(min=TINY)
+        kernel_by_bandwidth.append((-squared_distances / scale).exp())
+    return torch.stack(kernel_by_bandwidth).mean(dim=0).numpy()
 
-    def mean_kernel(groups_a: np.ndarray, groups_b: np.ndarray) -> np.ndarray:
-        """Mean of the kernel over the pairs of tokens of two sets of groups, for each way to split."""
-        total = np.einsum("ij,ij->i", groups_a @ sums, groups_b)
-        num_pairs = np.einsum("ij,ij->i", groups_a @ counts, groups_b)
-        with np.errstate(invalid="ignore"):  # 0 / 0 without pairs
-            return total / num_pairs
 
-    first = split[0].astype(float)
-    second = split[1].astype(float)
-    return mean_kernel(first, first) + mean_kernel(second, second) - 2 * mean_kernel(first, second)
+def unbiased_mmd(kernel: np.ndarray, groups: np.ndarray, picture_of_group: np.ndarray, pairs: SetPairs) -> np.ndarray:
+    """MMD² between the two sets of each pair, `(num_pairs,)`; NaN where a set has no two tokens to compare.
+
+    It is the U-statistic of Gretton et al. (2012, eq. 3): the mean kernel within the first set, plus the mean kernel
+    within the second set, minus twice the mean kernel between the two. In contrast to theirs, tokens of the same
+    picture are not compared: they are correlated, and would raise MMD² above 0 even for equal distributions.
+
+    Args:
+        kernel: The kernel between each two tokens, `(num_tokens, num_tokens)`.
+        groups: The group of each token, `(num_tokens,)`.
+        picture_of_group: The picture of each group, `(num_groups,)`.
+        pairs: The pairs of sets.
+    """
+    is_in_group = np.eye(len(picture_of_group))[groups]  # one-hot, [num_tokens, num_groups]
+    group_sizes = is_in_group.sum(axis=0)
+    # Which groups are compared: those of different pictures, [num_groups, num_groups].
+    are_compared = picture_of_group[:, None] != picture_of_group[None, :]
+
+    # For each two groups, the sum of the kernel over all pairs of their tokens, and the number of these token pairs.
+    # Both are [num_groups, num_groups].
+    kernel_sums = (is_in_group.T @ kernel @ is_in_group) * are_compared
+    token_pair_counts = np.outer(group_sizes, group_sizes) * are_compared
+
+    def mean_kernel(sets_a: np.ndarray, sets_b: np.ndarray) -> np.ndarray:
+        """Mean kernel between two sets, for each pair of sets: `(num_pairs,)` from two `(num_pairs, num_groups)`."""
+        total_kernel = ((sets_a @ kernel_sums) * sets_b).sum(axis=1)
+        total_count = ((sets_a @ token_pair_counts) * sets_b).sum(axis=1)
+        with np.errstate(invalid="ignore"):  # 0 / 0 if all tokens are of one picture
+            return total_kernel / total_count
+
+    first_sets = pairs[0].astype(float)
+    second_sets = pairs[1].astype(float)
+    within = mean_kernel(first_sets, first_sets) + mean_kernel(second_sets, second_sets)
+    return within - 2 * mean_kernel(first_sets, second_sets)
 
 
 def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> float:
@@ -288,13 +290,33 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
     All tokens of a picture are in the same fold.
 
     Args:
-        points: Keys or values of one head, `(N, head_dim)`, from at least two pictures.
-        groups: The group of each token as in [`Points`], `(N,)`.
+        points: Keys or values of one head, `(num_tokens, head_dim)`, from at least two pictures.
+        groups: The group of each token as in [`Points`], `(num_tokens,)`.
         num_pictures: Number of pictures.
     """
     pictures = groups % num_pictures
     is_image_token = groups < num_pictures
+    num_folds = min(MAX_FOLDS, len(np.unique(pictures)))
     classifier = LogisticRegression(max_iter=1000)
-    folds = GroupKFold(min(MAX_FOLDS, len(np.unique(pictures))))
-    scores = cross_val_score(classifier, points, is_image_token, groups=pictures, cv=folds)
+    scores = cross_val_score(classifier, points, is_image_token, groups=pictures, cv=GroupKFold(num_folds))
     return float(scores.mean())
+
+
+def draw_positions(tokens: Tokens, picture: str, count: int) -> torch.Tensor:
+    """Random positions of at most `count` image tokens and as many text tokens of a sample, in ascending order.
+
+    The positions are drawn in the same way for every model: the random numbers depend on the picture alone.
+
+    Args:
+        tokens: The type of each token of the sample.
+        picture: The fingerprint of the sample's picture, a hexadecimal number.
+        count: Largest number of tokens of each modality.
+    """
+    seed = int(picture, 16) % 2**63  # torch takes no larger seeds
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for mask in (tokens.visual, tokens.text):
+        positions = mask.nonzero()[:, 0]
+        order = torch.randperm(len(positions), generator=generator)
+        drawn.append(positions[order[:count]])
+    return torch.cat(drawn).sort().values

@@ -1,4 +1,8 @@
-"""Small random models of every family that the diagnostics are tested on, with a sample for each."""
+"""Small random models of every family that the diagnostics are tested on, with a sample for each.
+
+A family is a model class of transformers, or one of its variants with another encoder or decoder. `FAMILIES` has them
+all by name, `build` makes a family's model, and `inputs` makes its sample.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,11 +19,14 @@ from diagnostics.tokens import Tokens, classify_sample, token_ids
 
 
 VOCAB = 200
-# Token ids: the image token, the tokens before and after a picture, and the first token of a prompt.
-IMAGE = 199
-START = 198
-END = 197
+# Token ids.
+IMAGE = 199  # the image token
+START = 198  # before a picture
+END = 197  # after a picture
+VIDEO = 196  # the video token
 BOS = 1
+
+# Sizes of the decoders.
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -32,6 +39,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Sizes of the vision encoders of most families. Their picture has 28 x 28 pixels.
 VISION: dict[str, Any] = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -40,231 +48,449 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 7,
 }
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-GRID = torch.tensor([[1, 4, 6]])  # patches of a picture: time, height, width
+NUM_PATCHES = 4 * 4
+# Families that merge 2 x 2 patches to one image token have a quarter of them.
+NUM_MERGED = 2 * 2
+
+# Sizes of the vision encoders that take a picture as the patches of a grid of any size.
+GRID_VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+}
+GRID = torch.tensor([[1, 4, 6]])  # the patches of their picture: time, height, width
+NUM_MERGED_OF_GRID = 2 * 3
+
+# Rotary embedding with a position for time, for height and for width, as in Qwen2-VL.
+ROPE_OF_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+# What families call the token ids.
+QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+GLM_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+}
 
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a small model of a family and pictures for it.
+    """How to make a small model of a family and a picture for it.
 
     Attributes:
         config: The model's config.
-        pictures: Returns what the image processor would return for one picture.
-        image_tokens: Number of image tokens of one picture.
+        make_picture: A function that returns what the family's image processor would return for one picture.
+        num_image_tokens: Number of image tokens of one picture.
         token_types: Name of the input that marks image tokens, if the family has one.
-        boundaries: Whether a picture stands between two tokens that the config names.
+        boundaries: Whether a picture stands between the tokens `START` and `END`.
     """
 
     config: Any
-    pictures: Callable[[], dict[str, torch.Tensor]]
-    image_tokens: int
+    make_picture: Callable[[], dict[str, torch.Tensor]]
+    num_image_tokens: int
     token_types: str | None = None
     boundaries: bool = False
 
 
-def config(model_type: str, **fields: Any) -> Any:
+def make_config(model_type: str, **fields: Any) -> Any:
+    """A config of transformers by its `model_type`."""
     return CONFIG_MAPPING[model_type](**fields)
 
 
-def text(model_type: str, **fields: Any) -> Any:
-    return config(model_type, **TEXT, **fields)
+def text_config(model_type: str, **fields: Any) -> Any:
+    return make_config(model_type, **TEXT, **fields)
 
 
-def siglip(**fields: Any) -> Any:
-    """Config of a SigLIP encoder that returns a feature for each patch."""
-    return config("siglip_vision_model", **VISION, vision_use_head=False, **fields)
+def siglip_config(**fields: Any) -> Any:
+    """Config of a SigLIP encoder, without the head that would reduce all patches to one feature."""
+    return make_config("siglip_vision_model", **VISION, vision_use_head=False, **fields)
 
 
-def square(*shape: int, **extra: torch.Tensor) -> Callable[[], dict[str, torch.Tensor]]:
-    """Makes one picture of 28 x 28 pixels, with these dimensions between the batch's and the channels'."""
-    return lambda: {"pixel_values": torch.rand(1, *shape, 3, 28, 28) * 2 - 1, **extra}
+def llava_config(vision: str, model_type: str = "llava", **fields: Any) -> Any:
+    """Config of a family that is built like Llava: a vision encoder of type `vision`, and by default a Llama."""
+    defaults = {
+        "vision_config": make_config(vision, **VISION),
+        "text_config": text_config("llama"),
+        "image_token_index": IMAGE,
+    }
+    return make_config(model_type, **{**defaults, **fields})
 
 
-def patches(*shape: int) -> Callable[[], dict[str, torch.Tensor]]:
-    """Makes one picture that is cut into patches of this shape."""
-    return lambda: {"pixel_values": torch.randn(int(GRID.prod()), *shape), "image_grid_thw": GRID}
+def square_picture(tiles: int | None = None, **extra: torch.Tensor) -> Callable[[], dict[str, torch.Tensor]]:
+    """A function that makes a picture of 28 x 28 pixels.
+
+    Args:
+        tiles: Number of tiles of this size, for families whose pictures consist of tiles.
+        extra: What else the image processor returns.
+    """
+    shape = (1, 3, 28, 28) if tiles is None else (1, tiles, 3, 28, 28)
+
+    def make_picture() -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.rand(shape) * 2 - 1, **extra}
+
+    return make_picture
 
 
-def llava(vision: str, model_type: str = "llava", **fields: Any) -> Any:
-    """Config of a family that joins a vision encoder to a decoder as Llava does, by default to a Llama."""
-    text_config = fields.pop("text_config", text("llama"))
-    vision_config = config(vision, **VISION)
-    return config(model_type, vision_config=vision_config, image_token_index=IMAGE, text_config=text_config, **fields)
+def grid_picture(*patch_shape: int) -> Callable[[], dict[str, torch.Tensor]]:
+    """A function that makes a picture as the patches of `GRID`, each of this shape."""
+    num_patches = int(GRID.prod())
+
+    def make_picture() -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.randn(num_patches, *patch_shape), "image_grid_thw": GRID}
+
+    return make_picture
 
 
-def normllava(model_type: str = "normllava", **fields: Any) -> Family:
-    options = {"vision_feature_select_strategy": "full", "projector_norm_target": 0.4, **fields}
-    return Family(llava("siglip_vision_model", model_type, **options), square(), 16)
+def lfm2_picture() -> dict[str, torch.Tensor]:
+    """A picture as LFM2-VL gets it: patches in a row, with the shape of their grid and a mask of real patches."""
+    return {
+        "pixel_values": torch.randn(1, NUM_PATCHES, 3 * 7 * 7),
+        "spatial_shapes": torch.tensor([[4, 4]]),
+        "pixel_attention_mask": torch.ones(1, NUM_PATCHES, dtype=torch.long),
+    }
 
 
-def tiled(vision: str, model_type: str, **fields: Any) -> Family:
-    """A family that takes a picture as a whole and as two tiles, and ends each row of the tiles with a newline."""
-    pinpoints = [[28, 56], [56, 28]]
-    pictures = square(3, image_sizes=torch.tensor([pinpoints[0]]))
-    whole = 16
-    tiles = 4 * 8
-    newlines = 4
-    family_config = llava(vision, model_type, image_grid_pinpoints=pinpoints, **fields)
-    return Family(family_config, pictures, whole + tiles + newlines)
+def gemma4_picture() -> dict[str, torch.Tensor]:
+    """A picture as Gemma 4 gets it: patches in a row, with the place of each patch as column and row."""
+    rows_and_columns = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    return {
+        "pixel_values": torch.rand(1, NUM_PATCHES, 3 * 7 * 7),
+        "image_position_ids": rows_and_columns.flip(1)[None],
+    }
 
 
-def joined(model_type: str, image_tokens: int, pictures: Any = None, decoder: Any = None, **fields: Any) -> Family:
-    """A family that joins an encoder to a decoder, by default to a Llama."""
-    fields = {"image_token_id": IMAGE, "vision_config": VISION, **fields}
-    family_config = config(model_type, text_config=decoder or text("llama"), **fields)
-    return Family(family_config, pictures or square(), image_tokens)
+def tiled_family(vision: str, model_type: str, **fields: Any) -> Family:
+    """A Llava that takes a picture as a whole and as two tiles, and ends each row of the tiles with a newline."""
+    resolutions = [[28, 56], [56, 28]]  # height and width of the two tiles together
+    num_rows = 4  # of patches in two tiles side by side
+    num_columns = 8
+    num_newlines = num_rows
+    return Family(
+        config=llava_config(vision, model_type, image_grid_pinpoints=resolutions, **fields),
+        make_picture=square_picture(tiles=3, image_sizes=torch.tensor([[28, 56]])),
+        num_image_tokens=NUM_PATCHES + num_rows * num_columns + num_newlines,
+    )
 
 
-def in_patches(model_type: str, decoder: Any, vision: Any, tokens: Any, pictures: Any = None) -> Family:
-    """A family that takes a picture as the patches of a grid, and merges four patches to one image token."""
-    family_config = config(model_type, text_config={**TEXT, **decoder}, vision_config=vision, **tokens)
-    return Family(family_config, pictures or patches(3 * 2 * 4 * 4), 6, "mm_token_type_ids", boundaries=True)
+def grid_family(model_type: str, vision: dict[str, Any], text: dict[str, Any], tokens: dict[str, int]) -> Family:
+    """A family that takes a picture as the patches of `GRID`, and merges 2 x 2 patches to one image token.
 
+    Args:
+        model_type: The family's `model_type`.
+        vision: Fields of the vision encoder's config.
+        text: Fields of the decoder's config, beside its sizes.
+        tokens: Fields with token ids.
+    """
+    return Family(
+        config=make_config(model_type, vision_config=vision, text_config={**TEXT, **text}, **tokens),
+        make_picture=grid_picture(3 * 2 * 4 * 4),  # channels, time, height, width
+        num_image_tokens=NUM_MERGED_OF_GRID,
+        token_types="mm_token_type_ids",
+        boundaries=True,
+    )
 
-def grid_vision(**fields: Any) -> Any:
-    """Vision config of the families that [`in_patches`] makes."""
-    return {**GRID_VISION, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, **fields}
-
-
-GRID_VISION = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4}
-MROPE = {"rope_parameters": ROPE}
-GLM_ROPE = {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}
-WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1]}
-TOKENS = {"image_token_id": IMAGE, "video_token_id": 196}
-QWEN_TOKENS = {**TOKENS, "vision_start_token_id": START, "vision_end_token_id": END}
-GLM_TOKENS = {**TOKENS, "image_start_token_id": START, "image_end_token_id": END}
-GEMMA_TOKENS = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END}
-PIXTRAL = {"vision_config": config("pixtral", **VISION), "spatial_merge_size": 2}
-ONE_SIZE = square(image_sizes=torch.tensor([[28, 28]]))
 
 FAMILIES: dict[str, Family] = {
-    "llava-clip": Family(llava("clip_vision_model"), square(), 16),
-    "llava-siglip": Family(llava("siglip_vision_model", vision_feature_select_strategy="full"), square(), 16),
-    "normllava": normllava(),
-    "normllava, key adapters, qk-norm": normllava(
-        "normllava_key_adapters", key_adapter_rank=4, text_config=text("qwen3", head_dim=8)
+    # A vision encoder, an MLP and a decoder.
+    "llava-clip": Family(
+        config=llava_config("clip_vision_model"),
+        make_picture=square_picture(),
+        num_image_tokens=NUM_PATCHES,
     ),
-    "llava_next": tiled("clip_vision_model", "llava_next"),
-    "llava_onevision": tiled("siglip_vision_model", "llava_onevision", video_token_index=196),
-    "vipllava": Family(llava("clip_vision_model", "vipllava", vision_feature_layers=[-1, -2]), square(), 16),
-    "qwen2_vl": in_patches(
-        "qwen2_vl", MROPE,
-        {"depth": 3, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
-        QWEN_TOKENS,
+    "llava-siglip": Family(
+        config=llava_config("siglip_vision_model", vision_feature_select_strategy="full"),
+        make_picture=square_picture(),
+        num_image_tokens=NUM_PATCHES,
     ),
-    "qwen2_5_vl": in_patches("qwen2_5_vl", MROPE, grid_vision(**WINDOWS), QWEN_TOKENS),
-    "qwen3_vl": in_patches(
-        "qwen3_vl", {"head_dim": 8, "rope_parameters": {**ROPE, "mrope_interleaved": True}},
-        grid_vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]), QWEN_TOKENS,
+    "vipllava": Family(
+        config=llava_config("clip_vision_model", "vipllava", vision_feature_layers=[-1, -2]),
+        make_picture=square_picture(),
+        num_image_tokens=NUM_PATCHES,
     ),
-    "qwen3_5": in_patches(  # its second layer is no attention
-        "qwen3_5",
-        {
-            "head_dim": 8, "layer_types": ["full_attention", "linear_attention", "full_attention"],
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "rope_parameters": {
-                **ROPE, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.5
-            },
-        },
-        grid_vision(num_position_embeddings=16), QWEN_TOKENS,
-    ),
-    "glm4v": in_patches("glm4v", GLM_ROPE, grid_vision(image_size=28), GLM_TOKENS),
-    "paddleocr_vl": in_patches(
-        "paddleocr_vl", {**MROPE, "head_dim": 8}, {**VISION, "spatial_merge_size": 2}, QWEN_TOKENS, patches(3, 7, 7)
-    ),
-    "gemma3": Family(
-        config(
-            "gemma3", text_config={**TEXT, "head_dim": 8, "sliding_window": 64}, vision_config=siglip(),
-            mm_tokens_per_image=4, **GEMMA_TOKENS,
+    "normllava": Family(
+        config=llava_config(
+            "siglip_vision_model",
+            "normllava",
+            vision_feature_select_strategy="full",
+            projector_norm_target=0.4,
         ),
-        square(), 4, "token_type_ids", boundaries=True,
+        make_picture=square_picture(),
+        num_image_tokens=NUM_PATCHES,
+    ),
+    "normllava, key adapters, qk-norm": Family(
+        config=llava_config(
+            "siglip_vision_model",
+            "normllava_key_adapters",
+            vision_feature_select_strategy="full",
+            projector_norm_target=0.4,
+            key_adapter_rank=4,
+            text_config=text_config("qwen3", head_dim=8),
+        ),
+        make_picture=square_picture(),
+        num_image_tokens=NUM_PATCHES,
+    ),
+    "deepseek_vl": Family(
+        config=make_config(
+            "deepseek_vl",
+            vision_config=siglip_config(),
+            text_config=text_config("llama"),
+            image_token_id=IMAGE,
+        ),
+        make_picture=square_picture(),
+        num_image_tokens=NUM_PATCHES,
     ),
     "paligemma": Family(
-        config(
-            "paligemma", text_config=text("gemma", head_dim=8), vision_config=siglip(projection_dim=32),
-            image_token_index=IMAGE, projection_dim=32, hidden_size=32, vocab_size=VOCAB,
+        config=make_config(
+            "paligemma",
+            vision_config=siglip_config(projection_dim=32),
+            text_config=text_config("gemma", head_dim=8),
+            projection_dim=32,
+            hidden_size=32,
+            vocab_size=VOCAB,
+            image_token_index=IMAGE,
         ),
-        square(), 16, "token_type_ids",
+        make_picture=square_picture(),
+        num_image_tokens=NUM_PATCHES,
+        token_types="token_type_ids",
     ),
-    "idefics3": joined("idefics3", 4, square(1), scale_factor=2),
-    "smolvlm": joined("smolvlm", 4, square(1), scale_factor=2),
-    "internvl": joined(
-        "internvl", 4, decoder=text("qwen2"), image_seq_length=4,
-        vision_config={**VISION, "image_size": [28, 28], "patch_size": [7, 7]},
+    # The picture in tiles, with newlines.
+    "llava_next": tiled_family("clip_vision_model", "llava_next"),
+    "llava_onevision": tiled_family("siglip_vision_model", "llava_onevision", video_token_index=VIDEO),
+    # Patches are merged.
+    "idefics3": Family(
+        config=make_config(
+            "idefics3",
+            vision_config=VISION,
+            text_config=text_config("llama"),
+            scale_factor=2,
+            image_token_id=IMAGE,
+        ),
+        make_picture=square_picture(tiles=1),
+        num_image_tokens=NUM_MERGED,
+    ),
+    "smolvlm": Family(
+        config=make_config(
+            "smolvlm",
+            vision_config=VISION,
+            text_config=text_config("llama"),
+            scale_factor=2,
+            image_token_id=IMAGE,
+        ),
+        make_picture=square_picture(tiles=1),
+        num_image_tokens=NUM_MERGED,
+    ),
+    "internvl": Family(
+        config=make_config(
+            "internvl",
+            vision_config={**VISION, "image_size": [28, 28], "patch_size": [7, 7]},
+            text_config=text_config("qwen2"),
+            image_seq_length=NUM_MERGED,
+            image_token_id=IMAGE,
+        ),
+        make_picture=square_picture(),
+        num_image_tokens=NUM_MERGED,
     ),
     "mistral3": Family(
-        config("mistral3", text_config=text("mistral", head_dim=8), image_token_index=IMAGE, **PIXTRAL), ONE_SIZE, 4
-    ),
-    "lighton_ocr": joined("lighton_ocr", 4, ONE_SIZE, text("qwen3", head_dim=8), **PIXTRAL),
-    "deepseek_vl": joined("deepseek_vl", 16, vision_config=siglip()),
-    "lfm2_vl": joined(  # its second layer is no attention
-        "lfm2_vl", 4,
-        lambda: {
-            "pixel_values": torch.randn(1, 16, 3 * 7 * 7),
-            "spatial_shapes": torch.tensor([[4, 4]]),
-            "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
-        },
-        text("lfm2", layer_types=["full_attention", "conv", "full_attention"]),
-        vision_config=config(
-            "siglip2_vision_model", **{key: VISION[key] for key in VISION if key != "image_size"}, num_patches=16,
-            vision_use_head=False,
+        config=make_config(
+            "mistral3",
+            vision_config=make_config("pixtral", **VISION),
+            text_config=text_config("mistral", head_dim=8),
+            spatial_merge_size=2,
+            image_token_index=IMAGE,
         ),
-        projector_hidden_size=24,
+        make_picture=square_picture(image_sizes=torch.tensor([[28, 28]])),
+        num_image_tokens=NUM_MERGED,
     ),
-    "cohere2_vision": joined(
-        "cohere2_vision", 4, decoder=text("cohere2", sliding_window=64), vision_config=siglip(),
-        alignment_intermediate_size=48,
+    "lighton_ocr": Family(
+        config=make_config(
+            "lighton_ocr",
+            vision_config=make_config("pixtral", **VISION),
+            text_config=text_config("qwen3", head_dim=8),
+            spatial_merge_size=2,
+            image_token_id=IMAGE,
+        ),
+        make_picture=square_picture(image_sizes=torch.tensor([[28, 28]])),
+        num_image_tokens=NUM_MERGED,
+    ),
+    "cohere2_vision": Family(
+        config=make_config(
+            "cohere2_vision",
+            vision_config=siglip_config(),
+            text_config=text_config("cohere2", sliding_window=64),
+            alignment_intermediate_size=48,
+            image_token_id=IMAGE,
+        ),
+        make_picture=square_picture(),
+        num_image_tokens=NUM_MERGED,
+    ),
+    "lfm2_vl": Family(  # its second layer is no attention
+        config=make_config(
+            "lfm2_vl",
+            vision_config=make_config(
+                "siglip2_vision_model",
+                hidden_size=24,
+                intermediate_size=40,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                patch_size=7,
+                num_patches=NUM_PATCHES,
+                vision_use_head=False,
+            ),
+            text_config=text_config("lfm2", layer_types=["full_attention", "conv", "full_attention"]),
+            projector_hidden_size=24,
+            image_token_id=IMAGE,
+        ),
+        make_picture=lfm2_picture,
+        num_image_tokens=NUM_MERGED,
+    ),
+    "gemma3": Family(
+        config=make_config(
+            "gemma3",
+            vision_config=siglip_config(),
+            text_config={**TEXT, "head_dim": 8, "sliding_window": 64},
+            mm_tokens_per_image=NUM_MERGED,
+            image_token_index=IMAGE,
+            boi_token_index=START,
+            eoi_token_index=END,
+        ),
+        make_picture=square_picture(),
+        num_image_tokens=NUM_MERGED,
+        token_types="token_type_ids",
+        boundaries=True,
     ),
     "gemma4": Family(
-        config(
+        config=make_config(
             "gemma4",
-            text_config={
-                **TEXT, "head_dim": 8, "global_head_dim": 16, "sliding_window": 64,
-                "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
-            },
             vision_config={
-                "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "num_key_value_heads": 2, "head_dim": 12, "global_head_dim": 12, "patch_size": 7,
-                "position_embedding_size": 16, "pooling_kernel_size": 2, "default_output_length": 4,
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 12,
+                "global_head_dim": 12,
+                "patch_size": 7,
+                "position_embedding_size": 16,
+                "pooling_kernel_size": 2,
+                "default_output_length": NUM_MERGED,
             },
-            image_token_id=IMAGE, boi_token_id=START, eoi_token_id=END,
+            text_config={
+                **TEXT,
+                "head_dim": 8,
+                "global_head_dim": 16,
+                "sliding_window": 64,
+                "vocab_size_per_layer_input": VOCAB,
+                "hidden_size_per_layer_input": 8,
+            },
+            image_token_id=IMAGE,
+            boi_token_id=START,
+            eoi_token_id=END,
         ),
-        lambda: {
-            "pixel_values": torch.rand(1, 16, 3 * 7 * 7),
-            "image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)[None],
-        },
-        4, "mm_token_type_ids", boundaries=True,
+        make_picture=gemma4_picture,
+        num_image_tokens=NUM_MERGED,
+        token_types="mm_token_type_ids",
+        boundaries=True,
     ),
-}  # fmt: skip
+    # The picture as the patches of a grid, which are merged.
+    "qwen2_vl": grid_family(
+        "qwen2_vl",
+        vision={"depth": 3, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        text={"rope_parameters": ROPE_OF_THREE_AXES},
+        tokens=QWEN_TOKENS,
+    ),
+    "qwen2_5_vl": grid_family(
+        "qwen2_5_vl",
+        vision={**GRID_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+        text={"rope_parameters": ROPE_OF_THREE_AXES},
+        tokens=QWEN_TOKENS,
+    ),
+    "qwen3_vl": grid_family(
+        "qwen3_vl",
+        vision={**GRID_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        text={"head_dim": 8, "rope_parameters": {**ROPE_OF_THREE_AXES, "mrope_interleaved": True}},
+        tokens=QWEN_TOKENS,
+    ),
+    "qwen3_5": grid_family(  # its second layer is no attention
+        "qwen3_5",
+        vision={**GRID_VISION, "num_position_embeddings": 16},
+        text={
+            "head_dim": 8,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": {
+                **ROPE_OF_THREE_AXES,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        tokens=QWEN_TOKENS,
+    ),
+    "glm4v": grid_family(
+        "glm4v",
+        vision={**GRID_VISION, "image_size": 28},
+        text={"rope_parameters": {**ROPE_OF_THREE_AXES, "partial_rotary_factor": 1.0}},
+        tokens=GLM_TOKENS,
+    ),
+    "paddleocr_vl": Family(
+        config=make_config(
+            "paddleocr_vl",
+            vision_config={**VISION, "spatial_merge_size": 2},
+            text_config={**TEXT, "head_dim": 8, "rope_parameters": ROPE_OF_THREE_AXES},
+            **QWEN_TOKENS,
+        ),
+        make_picture=grid_picture(3, 7, 7),
+        num_image_tokens=NUM_MERGED_OF_GRID,
+        token_types="mm_token_type_ids",
+        boundaries=True,
+    ),
+}
 
 
 def build(name: str) -> PreTrainedModel:
     """A random model of the family, the same on every call, in eval mode."""
     set_seed(0)
-    model = AutoModelForImageTextToText.from_config(deepcopy(FAMILIES[name].config)).eval()
+    config = deepcopy(FAMILIES[name].config)  # transformers changes the config that it is given
+    model = AutoModelForImageTextToText.from_config(config).eval()
     for parameter in model.parameters():
-        if parameter.ndim in (2, 3) and not parameter.any():  # Gemma 3 starts its projector at zero, key adapters B
+        # Gemma 3's projector and the second matrix of key adapters start at zero, and would hide what enters them.
+        is_matrix = parameter.ndim in (2, 3)
+        if is_matrix and not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
     return model
 
 
 def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
-    """One sample with this much padding on the left: BOS, three words, a picture, nine words.
+    """One sample with this much padding on the left: BOS, three words, a picture, nine words. A word is one token.
 
     If the family has delimiters of pictures, the picture stands between them.
     """
     family = FAMILIES[name]
     words = torch.randint(10, 150, (12,), generator=torch.Generator().manual_seed(1)).tolist()
-    picture = [IMAGE] * family.image_tokens
+    picture = [IMAGE] * family.num_image_tokens
     if family.boundaries:
         picture = [START, *picture, END]
+
     prompt = [BOS, *words[:3], *picture, *words[3:]]
     input_ids = torch.tensor([[0] * padding + prompt])
     attention_mask = torch.tensor([[0] * padding + [1] * len(prompt)])
-    torch.manual_seed(2)
-    sample = {"input_ids": input_ids, "attention_mask": attention_mask, **family.pictures()}
+
+    torch.manual_seed(2)  # of the picture
+    sample = {"input_ids": input_ids, "attention_mask": attention_mask, **family.make_picture()}
     if family.token_types is not None:
         sample[family.token_types] = (input_ids == IMAGE).long()
     return sample
@@ -277,7 +503,7 @@ def tokens_of(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> Tokens
 
 @torch.no_grad()
 def record_sample(model: PreTrainedModel, sample: dict[str, torch.Tensor], **options: Any) -> Record:
-    """The record of a model's forward pass over one sample."""
+    """The record of a model's forward pass over one sample. The options are those of [`Probe`]."""
     with Probe(model, sample, tokens_of(model, sample), **options) as probe:
         model(**sample)
     return probe.record()

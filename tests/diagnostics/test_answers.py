@@ -13,27 +13,44 @@ from diagnostics.answers import CHUNK_SIZE, answer_ids, encode_prompts, likelies
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
+ANSWERS = ["a", "ab", "abc", "b", "bbbb", "cat", "car", "cart", "dog", "do", "zebra", "zoo", "x", "xy", "no", "nod"]
+
+
 @torch.no_grad()
 def score_in_one_pass(model: PreTrainedModel, inputs: Any, answer: list[int]) -> float:
     """Log-probability of an answer after a prompt, from one pass over both."""
     ids = torch.cat([inputs["input_ids"], torch.tensor([answer])], dim=1)
-    logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0].double()
-    # A token's probability is computed at the position before it.
-    at_answer = logits.log_softmax(dim=-1)[-len(answer) - 1 : -1]
-    return at_answer[range(len(answer)), answer].sum().item()
+    logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0].double()  # [length, vocab_size]
+    log_probabilities = logits.log_softmax(dim=-1)
+
+    # The model predicts each token at the position before it.
+    first = len(ids[0]) - len(answer)
+    score = 0.0
+    for position, token in enumerate(answer, start=first):
+        score += log_probabilities[position - 1, token].item()
+    return score
 
 
-@pytest.mark.parametrize("sharpness", [1.0, 40.0])
-def test_likeliest_is_exact(composed: Callable[..., Path], picture: Image.Image, sharpness: float) -> None:
-    """With a flat distribution every answer has to be scored; with a sharp one the search ends early."""
+@pytest.mark.parametrize(
+    "factor",
+    [
+        pytest.param(1.0, id="flat distribution, every answer has to be scored"),
+        pytest.param(40.0, id="sharp distribution, the search ends early"),
+    ],
+)
+def test_no_answer_is_likelier_than_the_likeliest(
+    composed: Callable[..., Path], picture: Image.Image, factor: float
+) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
     processor = AutoProcessor.from_pretrained(composed())
     with torch.no_grad():
-        model.lm_head.weight *= sharpness
+        model.lm_head.weight *= factor
 
-    words = ["a", "ab", "abc", "b", "bbbb", "cat", "car", "cart", "dog", "do", "zebra", "zoo", "x", "xy", "no", "nod"]
-    assert len(words) > CHUNK_SIZE
-    answers = [processor.tokenizer(f"{word}<|im_end|>", add_special_tokens=False).input_ids for word in words]
+    assert len(ANSWERS) > CHUNK_SIZE  # otherwise all are scored at once
+    answers = []
+    for answer in ANSWERS:
+        answers.append(processor.tokenizer(f"{answer}<|im_end|>", add_special_tokens=False).input_ids)
+
     for question in ("What is this?", "Why?", "Name it.", "b", "zzz"):
         inputs = encode_prompts(processor, [make_prompt(question, picture)])
         best = likeliest(model, read_prompt(model, inputs), answers)
@@ -41,36 +58,60 @@ def test_likeliest_is_exact(composed: Callable[..., Path], picture: Image.Image,
         assert scores[best] == pytest.approx(max(scores), abs=1e-4)
 
 
-def chat_template(before_text: str = "", text: str = "message.content[-1].text", end: str = "") -> str:
-    """A chat template whose turns are like "<user>What?", with more before the text and at the end of the turn."""
-    turn = "<{{ message.role }}>" + before_text + "{{ " + text + " }}" + end
+def make_template(before_text: str = "", text: str = "message.content[-1].text", end_of_turn: str = "") -> str:
+    """A chat template that writes a turn as its role, `before_text`, its text and `end_of_turn`: "<user>What?".
+
+    Args:
+        before_text: What the template writes before the text.
+        text: The expression with which the template gets the text of a message.
+        end_of_turn: What the template writes after the text.
+    """
+    turn = "<{{ message.role }}>" + before_text + "{{ " + text + " }}" + end_of_turn
     turns = "{% for message in messages %}" + turn + "{% endfor %}"
     return turns + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
-# The tokenizer has two special tokens, <|im_start|> and its end token <|im_end|>.
+# The tokenizer's end token is <|im_end|>. It has a second special token, <|im_start|>.
 @pytest.mark.parametrize(
-    ("template", "answer_text"),
+    ("template", "expected"),
     [
-        # The first special token after the answer ends the turn, as in Gemma and Phi-3.
-        (chat_template(end="<|im_start|>\n"), "cat<|im_start|>"),
-        (chat_template(end="<|im_start|>\n<|im_end|>"), "cat<|im_start|>"),
-        # Space that the template puts before the answer belongs to it, as in SmolVLM.
-        (chat_template(before_text=" ", end="<|im_end|>"), " cat<|im_end|>"),
-        # Without a special token at the end, as in LLaVA-1.6 with Mistral, the tokenizer's own ends the answer.
-        (chat_template(end="<\\s> "), "cat<|im_end|>"),
-        # The same if the template changes the answer, or fails because it takes no lists of parts.
-        (chat_template(before_text=" And ", end="<|im_start|>"), "cat<|im_end|>"),
-        (
-            chat_template(text="(message.content if message.role == 'user' else message.content + '') | string"),
+        pytest.param(
+            make_template(end_of_turn="<|im_start|>\n"),
+            "cat<|im_start|>",
+            id="another special token ends the turn, as in Gemma and Phi-3",
+        ),
+        pytest.param(
+            make_template(end_of_turn="<|im_start|>\n<|im_end|>"),
+            "cat<|im_start|>",
+            id="the first of two special tokens ends the turn",
+        ),
+        pytest.param(
+            make_template(before_text=" ", end_of_turn="<|im_end|>"),
+            " cat<|im_end|>",
+            id="a space before the answer belongs to it, as in SmolVLM",
+        ),
+        pytest.param(
+            make_template(end_of_turn="<\\s> "),
             "cat<|im_end|>",
+            id="no special token ends the turn, as in LLaVA-1.6 with Mistral",
+        ),
+        pytest.param(
+            make_template(before_text=" And ", end_of_turn="<|im_start|>"),
+            "cat<|im_end|>",
+            id="the template changes the answer",
+        ),
+        pytest.param(
+            # Adding a text to a list fails in Python.
+            make_template(text="(message.content if message.role == 'user' else message.content + '') | string"),
+            "cat<|im_end|>",
+            id="the template fails, because the answer's content is a list",
         ),
     ],
 )
-def test_answers_as_templates_write_them(
-    template: str, answer_text: str, composed: Callable[..., Path], picture: Image.Image
+def test_an_answer_has_the_token_ids_that_the_template_writes(
+    template: str, expected: str, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     processor.chat_template = template
     ids = answer_ids(processor, make_prompt("What?", picture), "cat")
-    assert processor.tokenizer.decode(ids) == answer_text
+    assert processor.tokenizer.decode(ids) == expected

@@ -26,11 +26,14 @@ from families import FAMILIES
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-PATCH = 14
+PATCH = 14  # pixels on a side of a patch; the model's picture has 2 x 2 patches
+HEAD_DIM = 8
 QUESTION = "Which colour is it, or is it of no colour?"
+ANSWER = "It is sea green."
 
 
-def conversation(picture: Image.Image, question: str, answer: str) -> list[dict[str, Any]]:
+def make_messages(picture: Image.Image, question: str, answer: str) -> list[dict[str, Any]]:
+    """A question about a picture and its answer, as chat messages."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
     return [
         {"role": "user", "content": content},
@@ -38,7 +41,23 @@ def conversation(picture: Image.Image, question: str, answer: str) -> list[dict[
     ]
 
 
-@pytest.mark.parametrize("word", ["Colour", "is it", "sea green"])
+def find_first(ids: list[int], word_ids: list[int]) -> range:
+    """The positions at which `word_ids` first stand in `ids`."""
+    for start in range(len(ids)):
+        positions = range(start, start + len(word_ids))
+        if ids[start : start + len(word_ids)] == word_ids:
+            return positions
+    raise AssertionError("the word is not in the prompt")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param("Colour", id="in the question, in another case"),
+        pytest.param("is it", id="two words"),
+        pytest.param("sea green", id="in the answer"),
+    ],
+)
 def test_a_map_is_the_attention_of_the_eager_model(
     word: str,
     model: NormLlavaForConditionalGeneration,
@@ -46,83 +65,97 @@ def test_a_map_is_the_attention_of_the_eager_model(
     picture: Image.Image,
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
-    word_map = attention_map(model, processor, picture, QUESTION, word, answer="It is sea green.")
+    word_map = attention_map(model, processor, picture, QUESTION, word, answer=ANSWER)
 
     eager = NormLlavaForConditionalGeneration.from_pretrained(composed(), attn_implementation="eager").eval()
-    inputs = prepare_inputs(eager, processor, conversation(picture, QUESTION, "It is sea green."))
+    inputs = prepare_inputs(eager, processor, make_messages(picture, QUESTION, ANSWER))
     with torch.no_grad():
         attentions = eager(**inputs, output_attentions=True).attentions
 
-    # Each token of this tokenizer is a letter, so the word's tokens stand in the prompt as they are.
-    ids = inputs["input_ids"][0].tolist()
+    # Each token of this tokenizer is a letter, so the prompt has the word's tokens as the word alone has them.
+    input_ids = inputs["input_ids"][0]
     word_ids = processor.tokenizer(word.lower(), add_special_tokens=False).input_ids
-    starts = [start for start in range(len(ids)) if ids[start : start + len(word_ids)] == word_ids]
-    positions = range(starts[0], starts[0] + len(word_ids))
-    is_image_token = inputs["input_ids"][0] == eager.config.image_token_id
+    word_positions = find_first(input_ids.tolist(), word_ids)
+    is_image_token = input_ids == eager.config.image_token_id
 
     assert word_map.layers == [0, 1]
     for layer, attention in enumerate(attentions):
-        from_word_to_picture = attention[0][:, positions][:, :, is_image_token]
+        from_word = attention[0][:, word_positions]  # [num_heads, num_word_tokens, S]
+        from_word_to_picture = from_word[:, :, is_image_token]
         expected = from_word_to_picture.mean(dim=(0, 1)).reshape(2, 2)
         assert word_map.weights[layer] == pytest.approx(expected.numpy(), rel=1e-4)
 
 
 @torch.no_grad()
-def look_at_what_changes(
+def let_z_look_at_difference(
     model: NormLlavaForConditionalGeneration, processor: Any, plain: Image.Image, changed: Image.Image
 ) -> None:
     """Set layer 0's weights so that the letter z looks at the image token that differs most between two pictures."""
     features = []
     for picture in (plain, changed):
-        inputs = prepare_inputs(model, processor, conversation(picture, "z", ""))
+        inputs = prepare_inputs(model, processor, make_messages(picture, "z", ""))
         features.append(model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output[0])
     differences = features[1] - features[0]  # [num_image_tokens, hidden_size]
-    direction = differences[differences.norm(dim=-1).argmax()]
+    largest_difference = differences[differences.norm(dim=-1).argmax()]
 
-    (letter,) = processor.tokenizer("z", add_special_tokens=False).input_ids
-    attention = model.model.language_model.layers[0].self_attn
+    (letter_id,) = processor.tokenizer("z", add_special_tokens=False).input_ids
+    letter_embedding = model.get_input_embeddings().weight[letter_id]
+
     # A query is large only for the letter, and a key only for the image token that differs.
-    for projection, source in (
-        (attention.q_proj, model.get_input_embeddings().weight[letter]),
-        (attention.k_proj, direction),
-    ):
-        projection.weight.zero_()
-        projection.bias.zero_()
-        # Of the eight coordinates of a head, coordinate 3 is hardly turned by rotary embedding.
-        projection.weight[3::8] = 2 * source / source.norm()
+    attention = model.model.language_model.layers[0].self_attn
+    respond_only_to(letter_embedding, attention.q_proj)
+    respond_only_to(largest_difference, attention.k_proj)
+
+
+def respond_only_to(direction: torch.Tensor, projection: torch.nn.Linear) -> None:
+    """Let a projection measure how far its input goes in a direction, in one coordinate of each head.
+
+    That is coordinate 3 of the eight coordinates of a head, because rotary embedding hardly changes this one.
+    """
+    projection.weight.zero_()
+    projection.bias.zero_()
+    projection.weight[3::HEAD_DIM] = 2 * direction / direction.norm()
 
 
 @pytest.mark.parametrize(
     ("vision", "num_rows", "num_columns", "row", "column"),
-    [("siglip", 2, 2, 0, 1), ("clip", 2, 2, 1, 0), ("dinov2", 2, 4, 1, 2), ("dinov2", 4, 2, 2, 0)],
+    [
+        pytest.param("siglip", 2, 2, 0, 1, id="SigLIP"),
+        pytest.param("clip", 2, 2, 1, 0, id="CLIP, which also has a class token"),
+        pytest.param("dinov2", 2, 4, 1, 2, id="DINOv2, a wide picture"),
+        pytest.param("dinov2", 4, 2, 2, 0, id="DINOv2, a high picture"),
+    ],
 )
 def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     vision: str, num_rows: int, num_columns: int, row: int, column: int, composed: Callable[..., Path]
 ) -> None:
-    """DINOv2 also takes pictures that are not square."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision)).eval()
     processor = AutoProcessor.from_pretrained(composed(vision))
     size = {"height": num_rows * PATCH, "width": num_columns * PATCH}
     processor.image_processor.size = size
     processor.image_processor.crop_size = size
 
-    pixels = np.zeros((num_rows * PATCH, num_columns * PATCH, 3), dtype=np.uint8)
-    plain = Image.fromarray(pixels.copy())
-    of_patch = (slice(row * PATCH, (row + 1) * PATCH), slice(column * PATCH, (column + 1) * PATCH))
-    pixels[of_patch] = (250, 120, 10)
+    # A black picture, and the same with one orange patch.
+    black_pixels = np.zeros((size["height"], size["width"], 3), dtype=np.uint8)
+    pixels = black_pixels.copy()
+    patch_rows = slice(row * PATCH, (row + 1) * PATCH)
+    patch_columns = slice(column * PATCH, (column + 1) * PATCH)
+    pixels[patch_rows, patch_columns] = (250, 120, 10)
     picture = Image.fromarray(pixels)
-    look_at_what_changes(model, processor, plain, picture)
+    let_z_look_at_difference(model, processor, Image.fromarray(black_pixels), picture)
 
     word_map = attention_map(model, processor, picture, "which is z?", "z", layers=[0])
     assert word_map.weights.shape == (1, num_rows, num_columns)
     largest = np.unravel_index(word_map.weights[0].argmax(), (num_rows, num_columns))
     assert largest == (row, column)
-    assert relative_weights(word_map)[0, row, column] > 1.5
+    assert relative_weights(word_map)[0, row, column] > 1.5  # clearly more than the mean, which is 1
+
     # The map's picture is the one before the processor normalized it, except for rounding.
-    assert np.abs(np.asarray(word_map.picture, dtype=int) - pixels).max() <= 1
+    differences = np.asarray(word_map.picture, dtype=int) - pixels
+    assert np.abs(differences).max() <= 1
 
 
-def test_what_can_not_be_mapped(
+def test_a_word_that_the_text_lacks_is_refused(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
@@ -130,69 +163,105 @@ def test_what_can_not_be_mapped(
         attention_map(model, processor, picture, QUESTION, "hue")
     with pytest.raises(DiagnosticsError, match='"colo" is not in'):  # a part of a word
         attention_map(model, processor, picture, QUESTION, "colo")
-    with pytest.raises(DiagnosticsError, match="has layers 0 to 1, got --layers 1 7"):
-        attention_map(model, processor, picture, QUESTION, "colour", layers=[7, 1])
-    model.set_attn_implementation("eager")
-    with pytest.raises(DiagnosticsError, match="attention of layer 0, 1 was not recorded"):
-        attention_map(model, processor, picture, QUESTION, "colour")
 
 
-def test_a_model_that_trains_is_mapped_without_dropout(
+def test_a_layer_that_the_model_lacks_is_refused(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
-    expected = attention_map(model, processor, picture, QUESTION, "colour")
+    with pytest.raises(DiagnosticsError, match="has layers 0 to 1, got --layers 1 7"):
+        attention_map(model, processor, picture, QUESTION, "colour", layers=[7, 1])
 
-    for layer in model.model.language_model.layers:
-        layer.self_attn.attention_dropout = 0.5
-    word_map = attention_map(model.train(), processor, picture, QUESTION, "colour")
-    assert word_map.weights == pytest.approx(expected.weights)
-    assert model.training
+
+def test_a_model_that_does_not_run_with_sdpa_is_refused(
+    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    model.set_attn_implementation("eager")
+    with pytest.raises(DiagnosticsError, match="attention of layer 0, 1 was not recorded"):
+        attention_map(model, processor, picture, QUESTION, "colour")
 
 
 @pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "gemma3", "idefics3", "internvl", "mistral3"])
 def test_merged_and_tiled_pictures_are_refused(name: str) -> None:
     family = FAMILIES[name]
     model: Any = SimpleNamespace(config=family.config)
-    with pytest.raises(DiagnosticsError, match=f"its {family.image_tokens} image tokens are not one for each patch"):
-        find_grid(model, family.pictures()["pixel_values"], family.image_tokens)
+    pixel_values = family.make_picture()["pixel_values"]
+    expected = f"its {family.num_image_tokens} image tokens are not one for each patch"
+    with pytest.raises(DiagnosticsError, match=expected):
+        find_grid(model, pixel_values, family.num_image_tokens)
 
 
-def question_of(*content: str | Image.Image, answer: str = "") -> Question:
-    """A question whose content is texts and pictures, in this order."""
+def test_a_model_that_trains_is_mapped_without_dropout(
+    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    map_without_dropout = attention_map(model, processor, picture, QUESTION, "colour")
+
+    for layer in model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    word_map = attention_map(model.train(), processor, picture, QUESTION, "colour")
+    assert word_map.weights == pytest.approx(map_without_dropout.weights)
+    assert model.training
+
+
+def make_question(*content: str | Image.Image, answer: str = "") -> Question:
+    """A question whose content is these texts and pictures, in this order."""
     parts: list[dict[str, Any]] = []
     for part in content:
-        parts.append({"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part})
-    return Question("a row", "0", [{"role": "user", "content": parts}], Image.new("RGB", (8, 8)), answer)
+        if isinstance(part, str):
+            parts.append({"type": "text", "text": part})
+        else:
+            parts.append({"type": "image", "image": part})
+    return Question(
+        source="a row",
+        picture="0",
+        prompt=[{"role": "user", "content": parts}],
+        image=Image.new("RGB", (8, 8)),
+        answer=answer,
+    )
 
 
-def test_questions_with_the_word_are_chosen(picture: Image.Image) -> None:
-    before = question_of("Which colour?", picture)
-    after = question_of(picture, "Which Colour?")
-    answered = question_of(picture, "What is it?", answer="a colour")
-    with_two_pictures = question_of(picture, picture, "Which colour?")
-    questions = [before, after, with_two_pictures, answered]
-    assert questions_with_word(questions, "colour") == [after, answered]
-    assert questions_with_word([after] * 5, "colour") == [after] * 3  # no more than three are drawn
+def test_questions_with_the_word_after_the_picture_or_in_the_answer_are_chosen(picture: Image.Image) -> None:
+    word_before_picture = make_question("Which colour?", picture)
+    word_after_picture = make_question(picture, "Which Colour?")
+    word_in_answer = make_question(picture, "What is it?", answer="a colour")
+    two_pictures = make_question(picture, picture, "Which colour?")
+
+    questions = [word_before_picture, word_after_picture, two_pictures, word_in_answer]
+    assert questions_with_word(questions, "colour") == [word_after_picture, word_in_answer]
     with pytest.raises(DiagnosticsError, match=r'--attention_map: no question .* has "colour" after the picture'):
-        questions_with_word([before, with_two_pictures], "colour")
+        questions_with_word([word_before_picture, two_pictures], "colour")
+
+
+def test_no_more_than_three_questions_are_chosen(picture: Image.Image) -> None:
+    question = make_question(picture, "Which colour?")
+    assert questions_with_word([question] * 5, "colour") == [question] * 3
 
 
 def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:
-    rng = np.random.default_rng(0)
-    weak = AttentionMap("colour", QUESTION, picture, [0, 7], rng.uniform(0.001, 0.002, (2, 3, 4)))
-    weights = np.full((2, 3, 4), 0.02)
-    weights[0, 1, 2] = 0.2
-    strong = AttentionMap("colour", "Which colour?\ngreen", picture, [0, 7], weights)
-
+    """Maps of two layers, with 3 x 4 patches each."""
+    weak_weights = np.random.default_rng(0).uniform(0.001, 0.002, (2, 3, 4))
+    weak = AttentionMap("colour", QUESTION, picture, layers=[0, 7], weights=weak_weights)
+    strong_weights = np.full((2, 3, 4), 0.02)
+    strong_weights[0, 1, 2] = 0.2
+    strong = AttentionMap("colour", "Which colour?\ngreen", picture, layers=[0, 7], weights=strong_weights)
     figure = draw_attention_maps({"before": [weak], "after": [strong]})
-    overlays = [image for axis in figure.axes for image in axis.images if image.get_alpha() is not None]
-    assert len(overlays) == 4
-    assert len({(image.norm.vmin, image.norm.vmax) for image in overlays}) == 1
-    assert max(image.get_alpha().max() for image in overlays) <= 0.8
-    assert "“colour” in: Which colour? green" in [axis.get_title(loc="left") for axis in figure.axes]
-    labels = [text.get_text() for axis in figure.axes for text in axis.texts]
-    assert "layer 0, 42% on picture" in labels  # 0.2 and eleven times 0.02
+
+    # Pictures are drawn without opacity, and the attention over them with it.
+    drawn_maps = []
+    for axis in figure.axes:
+        drawn_maps += [image for image in axis.images if image.get_alpha() is not None]
+    assert len(drawn_maps) == 4
+    assert len({(drawn.norm.vmin, drawn.norm.vmax) for drawn in drawn_maps}) == 1
+    assert max(drawn.get_alpha().max() for drawn in drawn_maps) <= 0.8
+
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert "“colour” in: Which colour? green" in titles
+    labels = []
+    for axis in figure.axes:
+        labels += [text.get_text() for text in axis.texts]
+    assert "layer 0, 42% on picture" in labels  # 0.2 for one patch, and 0.02 for each of eleven
 
 
 def test_the_report_shows_attention_maps(
@@ -200,9 +269,16 @@ def test_the_report_shows_attention_maps(
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     models = {"one": (model, processor), "other": (model, processor)}
-    measured = compare(models, [picture, picture.rotate(90)], QUESTION, layers=[1], attention_word="colour")
-    (first, second) = measured.attention_maps["other"]
-    assert (first.layers, first.text, second.weights.shape) == ([1], QUESTION, (1, 2, 2))
-    measured.save(tmp_path)
+    pictures = [picture, picture.rotate(90)]
+    comparison = compare(models, pictures, QUESTION, layers=[1], attention_word="colour")
+
+    assert set(comparison.attention_maps) == {"one", "other"}
+    (first_map, second_map) = comparison.attention_maps["other"]
+    for word_map in (first_map, second_map):
+        assert word_map.layers == [1]
+        assert word_map.text == QUESTION
+        assert word_map.weights.shape == (1, 2, 2)
+
+    comparison.save(tmp_path)
     assert (tmp_path / "figures" / "attention_map.png").exists()
     assert "What a word of the question" in (tmp_path / "report.html").read_text()

@@ -2,34 +2,39 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from transformers import PreTrainedModel
 
 from common.records import read_record
 from diagnostics.__main__ import main
-from diagnostics.loading import load_model, load_questions
+from diagnostics.loading import Question, load_model, load_questions
+from diagnostics.probe import Record
 from diagnostics.recording import record_questions
 from diagnostics.report import Report
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 Composed = Callable[..., Path]
+QUESTIONS = ("what is it?", "<b>which | colour</b>?", "why, and how many of them are there?")
+
+
+def make_turns(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
 
 @pytest.fixture
 def data(tmp_path: Path, picture: Image.Image) -> Path:
-    """Three questions about pictures, and one without."""
-    rows = []
-    for turn, question in enumerate(("what is it?", "<b>which | colour</b>?", "why, and how many of them are there?")):
-        picture.rotate(90 * turn).save(tmp_path / f"{turn}.png")
-        turns = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": "seven"}]
-        rows.append({"image": f"{turn}.png", "conversations": turns})
-    rows.insert(1, {"conversations": [{"from": "human", "value": "no picture"}, {"from": "gpt", "value": "none"}]})
+    """A JSON file with each of `QUESTIONS` about its own picture, and with one question without a picture."""
+    rows: list[dict[str, Any]] = [{"conversations": make_turns("no picture", "none")}]
+    for number, question in enumerate(QUESTIONS):
+        picture.rotate(90 * number).save(tmp_path / f"{number}.png")
+        rows.append({"image": f"{number}.png", "conversations": make_turns(f"<image>\n{question}", "seven")})
     path = tmp_path / "questions.json"
     path.write_text(json.dumps(rows))
     return path
@@ -41,31 +46,40 @@ def run(*arguments: object) -> None:
 
 
 @pytest.mark.slow
-def test_two_models_side_by_side(composed: Composed, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "report"
-    names = ("without", "with")
-    models = (composed(projector_norm="none"), composed())
+def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data: Path, tmp_path: Path) -> None:
+    """What was measured before the failure is kept, as the report of the first two models."""
+    without_norm = composed(projector_norm="none")
+    with_norm = composed()
     broken = shutil.copytree(composed(), tmp_path / "broken")
     (broken / "model.safetensors").unlink()
-    named = ("--model", *models, broken, "--names", *names, "broken")
-    with pytest.raises(SystemExit, match="no file named"):  # what was measured before is kept
-        run(*named, "--data", data, "--attention_map", "them", "--output_dir", out)
-    report = read_record(Report, out / "report.json")
-    assert (report.data, report.passed_over) == ("questions.json", 1)
-    before, after = report.models
-    assert (before.name, after.name) == names
-    assert after.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)  # what composing sets
-    assert before.summary.look("gain_l2") is None
-    assert after.summary.look("gain_drift").mean == pytest.approx(0, abs=1e-6)
-    assert after.excluded["special"] > 0
-    assert (after.num_pictures, after.num_tokens["visual"]) == (3, 3 * 4)
-    assert before.weights != after.weights is not None
-    page = (out / "report.html").read_text()
-    assert f"Command: python -m diagnostics --model {models[0]}" in page
-    figures = {path.stem for path in (out / "figures").glob("*.png")}
-    assert page.count("<img") == len(figures)
+
+    output = tmp_path / "report"
+    models = ("--model", without_norm, with_norm, broken, "--names", "without", "with", "broken")
+    with pytest.raises(SystemExit, match="no file named"):
+        run(*models, "--data", data, "--attention_map", "them", "--output_dir", output)
+
+    report = read_record(Report, output / "report.json")
+    assert report.data == "questions.json"
+    assert report.passed_over == 1
+    first, second = report.models
+    assert first.name == "without"
+    assert second.name == "with"
+    assert second.num_pictures == 3
+    assert second.num_tokens["visual"] == 3 * 4  # a picture has 2 x 2 patches
+    assert second.excluded["special"] > 0
+    assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)  # what composing sets
+    assert second.summary.look("gain_drift").mean == pytest.approx(0, abs=1e-6)
+    assert first.summary.look("gain_l2") is None
+    assert first.weights is not None
+    assert second.weights is not None
+    assert first.weights != second.weights
+
+    page = (output / "report.html").read_text()
+    assert f"Command: python -m diagnostics --model {without_norm}" in page
+    figures = {path.stem for path in (output / "figures").glob("*.png")}
     assert figures == {"overview", "layers", "attention_map", "keys", "key_map"}
-    assert figures == {path.stem for path in (out / "figures").glob("*.pdf")}
+    assert figures == {path.stem for path in (output / "figures").glob("*.pdf")}
+    assert page.count("<img") == len(figures)
 
 
 def test_what_is_refused_before_a_model_is_loaded(
@@ -78,46 +92,65 @@ def test_what_is_refused_before_a_model_is_loaded(
 ) -> None:
     loaded: list[object] = []
     monkeypatch.setattr("diagnostics.__main__.load_model", lambda *args, **kwargs: loaded.append(args))
-    rest = ("--output_dir", tmp_path / "report")
+    output = tmp_path / "report"
+
     with pytest.raises(SystemExit, match=f"{tmp_path}/none: there is no such folder"):
-        run("--model", composed(), f"{tmp_path}/none", "--data", data, *rest)
+        run("--model", composed(), f"{tmp_path}/none", "--data", data, "--output_dir", output)
     with pytest.raises(SystemExit, match="qwen2 takes no pictures, it has only a tokenizer"):
-        run("--model", composed(), backbones("qwen2"), "--data", data, *rest)
+        run("--model", composed(), backbones("qwen2"), "--data", data, "--output_dir", output)
     with pytest.raises(SystemExit):
-        run("--model", composed(), composed(), "--data", data, *rest)
+        run("--model", composed(), composed(), "--data", data, "--output_dir", output)
     assert "two models have the same name" in capsys.readouterr().err
+
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
     with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
-        run("--model", composed(), "--data", texts, *rest)
-    assert (loaded, (tmp_path / "report").exists()) == ([], False)
+        run("--model", composed(), "--data", texts, "--output_dir", output)
+    assert not output.exists()
 
     with pytest.raises(SystemExit, match=r'error: --attention_map: no question .* has "zebra"'):
-        run("--model", composed(), "--data", data, "--attention_map", "zebra", *rest)
+        run("--model", composed(), "--data", data, "--attention_map", "zebra", "--output_dir", output)
     assert loaded == []
 
 
-def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:
-    questions = load_questions(data, 2).questions
+def record_all(model: PreTrainedModel, processor: Any, questions: Sequence[Question]) -> list[Record]:
+    """A record of each question, with attention, keys and values of both layers."""
+    return record_questions(model, processor, questions, layers=[0, 1], title="")
+
+
+def test_a_model_in_bfloat16_gives_float32_numbers_that_are_nearly_the_same(data: Path, composed: Composed) -> None:
+    questions = load_questions(data, num_samples=1).questions
     model, processor = load_model(str(composed()), dtype="float32")
+    (record,) = record_all(model, processor, questions)
 
-    def record(model: Any, count: int = 2) -> list:
-        return record_questions(model, processor, questions[:count], [0, 1], "")
+    model_in_bfloat16, _ = load_model(str(composed()), dtype="bfloat16")
+    (rounded,) = record_all(model_in_bfloat16, processor, questions)
+    assert rounded.layer_norms.dtype == torch.float32
+    assert rounded.cosines.dtype == torch.float32
+    assert torch.allclose(rounded.layer_norms, record.layer_norms, rtol=0.05)
 
-    records = record(model)
-    half, _ = load_model(str(composed()), dtype="bfloat16")
-    (rounded,) = record(half, 1)
-    assert rounded.layer_norms.dtype == rounded.cosines.dtype == torch.float32
-    assert torch.allclose(rounded.layer_norms, records[0].layer_norms, rtol=0.05)
 
-    decoder = "model.language_model"
-    on_cpu = ("model.vision_tower", f"{decoder}.layers.0", f"{decoder}.norm", f"{decoder}.rotary_emb")
-    on_disk = ("model.multi_modal_projector", f"{decoder}.embed_tokens", f"{decoder}.layers.1", "lm_head")
-    device_map = dict.fromkeys(on_cpu, "cpu") | dict.fromkeys(on_disk, "disk")
-    spread = NormLlavaForConditionalGeneration.from_pretrained(
+def test_a_model_with_offloaded_weights_gives_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:
+    questions = load_questions(data, num_samples=2).questions
+    model, processor = load_model(str(composed()), dtype="float32")
+    records = record_all(model, processor, questions)
+
+    device_map = {
+        "model.vision_tower": "cpu",
+        "model.multi_modal_projector": "disk",
+        "model.language_model.embed_tokens": "disk",
+        "model.language_model.rotary_emb": "cpu",
+        "model.language_model.layers.0": "cpu",
+        "model.language_model.layers.1": "disk",
+        "model.language_model.norm": "cpu",
+        "lm_head": "disk",
+    }
+    offloaded_model = NormLlavaForConditionalGeneration.from_pretrained(
         composed(), device_map=device_map, offload_folder=tmp_path / "offload", dtype=torch.float32
     ).eval()
-    for one, other in zip(records, record(spread), strict=True):
-        assert torch.equal(one.cosines, other.cosines)
-        assert torch.equal(one.keys[1], other.keys[1])
-        assert torch.equal(one.attention[1], other.attention[1])
+    offloaded_records = record_all(offloaded_model, processor, questions)
+
+    for record, offloaded in zip(records, offloaded_records, strict=True):
+        assert torch.equal(record.cosines, offloaded.cosines)
+        assert torch.equal(record.keys[1], offloaded.keys[1])
+        assert torch.equal(record.attention[1], offloaded.attention[1])

@@ -23,33 +23,49 @@ Composed = Callable[..., Path]
 
 @pytest.fixture
 def pictures(picture: Image.Image) -> list[Image.Image]:
+    """Four different pictures."""
     return [picture.rotate(90 * turn) for turn in range(4)]
 
 
-def record(model: PreTrainedModel, processor: Any, questions: list[Question]) -> Record:
-    return record_questions(model, processor, questions, [0], "")[0]
+def record_first(model: PreTrainedModel, processor: Any, questions: list[Question]) -> Record:
+    """The record of the first question."""
+    return record_questions(model, processor, questions[:1], layers=[0], title="")[0]
 
 
-def test_a_model_in_memory_stays_as_it_is(
-    composed: Composed, pictures: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights and modes stay. Nothing is kept for a backward pass, which would need more memory than a question."""
+def test_a_model_in_memory_stays_as_it_is(composed: Composed, pictures: list[Image.Image]) -> None:
     model, processor = load_model(str(composed()))
     model.train()
     model.model.vision_tower.eval()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    modes = [module.training for module in model.modules()]
+    weights_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes_before = [module.training for module in model.modules()]
+
+    measure(model, processor, pictures, question="what is it?")
+    assert [module.training for module in model.modules()] == modes_before
+    assert model.state_dict().keys() == weights_before.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights_before[name])
+
+
+def test_nothing_is_kept_for_a_backward_pass(composed: Composed, pictures: list[Image.Image]) -> None:
+    """It would take more memory than asking a question does."""
+    model, processor = load_model(str(composed()))
     needs_gradient: list[bool] = []
-    model.get_decoder().layers[-1].register_forward_hook(
-        lambda layer, args, output: needs_gradient.append(output.requires_grad)
-    )
-    measured = measure(model, processor, pictures, question="what is it?", name="mine")
-    assert needs_gradient == [False] * 4
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    def see_output(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        needs_gradient.append(output.requires_grad)
+
+    model.get_decoder().layers[-1].register_forward_hook(see_output)
+    measure(model, processor, pictures, question="what is it?")
+    assert needs_gradient == [False] * len(pictures)
+
+
+def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
+    composed: Composed, pictures: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saving removes an earlier report's figures from the folder, and no other file."""
+    measured = measure(*load_model(str(composed())), pictures, question="what is it?", name="mine")
     assert "mine: Over 4 pictures, image tokens enter the decoder" in str(measured)
 
-    # Saving removes an earlier report's figures from the folder, and no other file.
     figures = tmp_path / "figures"
     figures.mkdir()
     (figures / "photo.png").write_bytes(b"a file of the user's")
@@ -58,36 +74,43 @@ def test_a_model_in_memory_stays_as_it_is(
     measured.save(tmp_path)
     assert [path.name for path in figures.iterdir()] == ["photo.png"]
 
-    written = pd.read_csv(tmp_path / "report.csv")
-    assert written["mean"].tolist() == pytest.approx(measured.frame()["mean"].tolist(), nan_ok=True)
+    means = pd.read_csv(tmp_path / "report.csv")["mean"]
+    assert means.tolist() == pytest.approx(measured.frame()["mean"].tolist(), nan_ok=True)
     assert len(pd.read_csv(tmp_path / "rows.csv")) == len(measured.rows)
 
 
-def test_rows_and_their_summary(composed: Composed, pictures: list[Image.Image]) -> None:
+def test_the_frame_has_means_of_the_rows(composed: Composed, pictures: list[Image.Image]) -> None:
     models = {name: load_model(str(composed(projector_norm=name))) for name in ("gwc", "none")}
     measured = compare(models, pictures, num_samples=3)
     assert list(measured.rows.columns) == ["model", *COLUMNS]
     frame = measured.frame()
     assert not frame.duplicated(["model", "measure", "modality", "layer"]).any()
-    for name in models:
-        means = frame[(frame["measure"] == "turning") & (frame["model"] == name) & frame["layer"].notna()]
-        assert (means["n"] == 3).all()
-        rows = measured.rows[(measured.rows["measure"] == "turning") & (measured.rows["model"] == name)]
-        expected = rows.groupby(["layer", "modality"])["value"].mean()
-        assert means.set_index(["layer", "modality"])["mean"].to_dict() == pytest.approx(expected.to_dict())
-    # Neither another model nor the order changes what is found.
-    turned = compare(dict(reversed(models.items())), pictures, num_samples=3).rows
-    for name in models:
-        in_order, reversed_order = (
-            rows[rows["model"] == name].reset_index(drop=True) for rows in (measured.rows, turned)
-        )
-        pd.testing.assert_frame_equal(in_order, reversed_order)
+
+    turning = frame[(frame["measure"] == "turning") & frame["layer"].notna()]
+    assert (turning["n"] == 3).all()
+    rows_of_turning = measured.rows[measured.rows["measure"] == "turning"]
+    expected = rows_of_turning.groupby(["model", "layer", "modality"])["value"].mean()
+    means = turning.set_index(["model", "layer", "modality"])["mean"]
+    assert means.to_dict() == pytest.approx(expected.to_dict())
 
 
-def test_what_is_wrong_is_named(composed: Composed, pictures: list[Image.Image]) -> None:
+def test_neither_another_model_nor_the_order_changes_the_rows(composed: Composed, pictures: list[Image.Image]) -> None:
+    with_norm = load_model(str(composed(projector_norm="gwc")))
+    without_norm = load_model(str(composed(projector_norm="none")))
+    rows = compare({"with": with_norm, "without": without_norm}, pictures, num_samples=3).rows
+    rows_in_other_order = compare({"without": without_norm, "with": with_norm}, pictures, num_samples=3).rows
+
+    for name in ("with", "without"):
+        rows_of_model = rows[rows["model"] == name].reset_index(drop=True)
+        expected = rows_in_other_order[rows_in_other_order["model"] == name].reset_index(drop=True)
+        pd.testing.assert_frame_equal(rows_of_model, expected)
+
+
+def test_an_error_names_the_model_or_the_picture(composed: Composed, pictures: list[Image.Image]) -> None:
     model, processor = load_model(str(composed()))
     with pytest.raises(DiagnosticsError, match=r"^mine: It has layers 0 to 1, got --layers 9"):
         measure(model, processor, pictures, name="mine", layers=[9])
+
     processor.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(DiagnosticsError, match="picture 0: The processor can't prepare it: System role"):
         measure(model, processor, pictures)
@@ -96,12 +119,16 @@ def test_what_is_wrong_is_named(composed: Composed, pictures: list[Image.Image])
 def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], tmp_path: Path) -> None:
     """Both are turned as their EXIF data says, and the same picture counts once."""
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
+    exif[ExifTags.Base.Orientation] = 6  # turned by 90 degrees
     pictures[0].resize((48, 32)).save(tmp_path / "a.png", exif=exif)
     pictures[1].convert("RGBA").save(tmp_path / "b.png")
-    opened = [Image.open(tmp_path / f"{name}.png") for name in ("a", "a", "b")]
-    in_memory = questions_about([*opened, pictures[2]], "What?", 2).questions
-    in_folder = load_questions(tmp_path, 2, "What?").questions
+    in_folder = load_questions(tmp_path, num_samples=2, question="What?").questions
+
+    turned = Image.open(tmp_path / "a.png")
+    turned_again = Image.open(tmp_path / "a.png")
+    transparent = Image.open(tmp_path / "b.png")
+    one_too_many = pictures[2]
+    in_memory = questions_about([turned, turned_again, transparent, one_too_many], "What?", num_samples=2).questions
     assert [question.picture for question in in_memory] == [question.picture for question in in_folder]
     assert [question.prompt for question in in_memory] == [question.prompt for question in in_folder]
 
@@ -110,19 +137,22 @@ def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], com
     """Llama 3 has such tokens: its tokenizer marks them as special, but no role in its config names them."""
     questions = questions_about(pictures, "what is it?", 1).questions
     model, processor = load_model(str(composed()))
-    before = record(model, processor, questions)
+    record_with_roles = record_first(model, processor, questions)
+
     processor.tokenizer._extra_special_tokens = []
     assert processor.tokenizer.convert_tokens_to_ids("<|im_start|>") not in processor.tokenizer.all_special_ids
-    after = record(model, processor, questions)
-    assert torch.equal(after.tokens.text, before.tokens.text)
+    record_without_roles = record_first(model, processor, questions)
+    assert torch.equal(record_without_roles.tokens.text, record_with_roles.tokens.text)
 
 
-def test_a_processor_without_a_chat_template(pictures: list[Image.Image], composed: Composed) -> None:
+def test_without_a_chat_template_the_prompt_is_the_picture_and_the_text(
+    pictures: list[Image.Image], composed: Composed
+) -> None:
     questions = questions_about(pictures, "what is it?", 1).questions
     model, processor = load_model(str(composed()))
     processor.chat_template = None
-    text = processor.tokenizer.decode(record(model, processor, questions).input_ids)
-    assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
+    record = record_first(model, processor, questions)
+    assert processor.tokenizer.decode(record.input_ids) == "<|image_pad|>" * 4 + "\nwhat is it?"  # 2 x 2 patches
 
 
 def test_labels_that_a_processor_returns_are_left_out(pictures: list[Image.Image], composed: Composed) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diagnostics.keys import BANDWIDTHS, kernel, linear_probe, measure_space, unbiased_mmd
+from diagnostics.keys import BANDWIDTHS, kernel_matrix, linear_probe, measure_space, unbiased_mmd
 from diagnostics.probe import Record
 from diagnostics.table import Estimate, summarize_rows
 from families import build, inputs, record_sample
@@ -38,7 +38,7 @@ def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> No
     within_modalities = mean_kernel(image_tokens, image_tokens) + mean_kernel(text_tokens, text_tokens)
     expected = within_modalities - 2 * mean_kernel(image_tokens, text_tokens)
     is_image_group = np.array([[True, True, True, False, False, False]])
-    mmd = unbiased_mmd(kernel(points), groups, picture_of_group, (is_image_group, ~is_image_group))
+    mmd = unbiased_mmd(kernel_matrix(points), groups, picture_of_group, (is_image_group, ~is_image_group))
     assert mmd == pytest.approx([expected])
 
 

@@ -123,7 +123,7 @@ def fingerprint_measurement(questions: Sequence[Question], dtype: str | None) ->
         texts = []
         for message in question.prompt:
             texts += [part.get("text") for part in message["content"]]
-        asked.append((question.picture, texts))
+        asked.append((question.fingerprint, texts))
 
     description = repr((asked, dtype))
     return hashlib.sha256(description.encode()).hexdigest()[:16]

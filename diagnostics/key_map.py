@@ -14,7 +14,7 @@ from sklearn.decomposition import PCA
 from sklearn.manifold import TSNE
 
 from diagnostics.keys import take_points
-from diagnostics.plots import DOTTED, MODALITY_COLOURS, MODELS, WIDTH, draw_curve, styled
+from diagnostics.plots import DOTTED, MODALITY_COLOURS, MODEL_STYLES, WIDTH, draw_curve, styled
 from diagnostics.probe import Record
 from diagnostics.table import Summary
 
@@ -102,7 +102,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
 
 
 def _draw_divergence(axis: plt.Axes, summary: Summary) -> None:
-    for space, style in zip(("keys", "values"), MODELS, strict=False):
+    for space, style in zip(("keys", "values"), MODEL_STYLES, strict=False):
         draw_curve(axis, summary.curve(f"{space}.jsd"), label=space, **style)
         draw_curve(axis, summary.curve(f"{space}.jsd_halves"), color=style["color"], **DOTTED)
     axis.set(ylabel="divergence, bits", xlabel="layer", ylim=(0, 1))

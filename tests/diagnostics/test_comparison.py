@@ -102,7 +102,7 @@ def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], t
     opened = [Image.open(tmp_path / f"{name}.png") for name in ("a", "a", "b")]
     in_memory = questions_about([*opened, pictures[2]], "What?", 2).questions
     in_folder = load_questions(tmp_path, 2, "What?").questions
-    assert [question.picture for question in in_memory] == [question.picture for question in in_folder]
+    assert [question.fingerprint for question in in_memory] == [question.fingerprint for question in in_folder]
     assert [question.prompt for question in in_memory] == [question.prompt for question in in_folder]
 
 

@@ -6,7 +6,14 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from diagnostics.parts import DiagnosticsError, find_decoder, find_encoder, find_norm, find_projector, image_token_id
+from diagnostics.parts import (
+    DiagnosticsError,
+    find_decoder,
+    find_encoder,
+    find_projector,
+    find_projector_norm,
+    image_token_id,
+)
 from families import FAMILIES, IMAGE, build
 
 
@@ -37,7 +44,7 @@ def test_the_parts_of_a_family_are_found(name: str) -> None:
     assert decoder_modules.isdisjoint(projector.modules())
 
     assert image_token_id(model) == IMAGE
-    has_norm = find_norm(model) is not None
+    has_norm = find_projector_norm(model) is not None
     assert has_norm == name.startswith("normllava")
 
 

@@ -175,7 +175,7 @@ def mean_over_layers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one model with further rows: means over its layers, and for `BY_THIRD` over each third of its layers.
+    """The rows of one model, their means over layers, and for `BY_THIRD` their means over each third of the layers.
 
     The third is part of the measure's name, as in `"gap, first third"`.
     """

@@ -14,13 +14,13 @@ from diagnostics.verdict import (
     SMALLEST,
     Advice,
     Place,
-    as_share,
     choose_advice,
+    clip_share,
     doses_above_zero,
     doses_below_zero,
     judge_sweep,
-    kept_by_eps,
     place_norm,
+    share_kept_by_eps,
 )
 
 
@@ -141,7 +141,7 @@ def test_eps_is_told_where_it_takes_a_tenth() -> None:
     for eps, is_told in ((0.002, False), (0.003, True)):
         kept = rms_norm(SMALLEST * token, eps) / rms_norm(SMALLEST * token, 0)
         assert (kept < KEPT_BY_EPS) == is_told
-        told = kept_by_eps(image_norm=5.0, eps_norm=(len(token) * eps) ** 0.5)
+        told = share_kept_by_eps(image_norm=5.0, eps_norm=(len(token) * eps) ** 0.5)
         if is_told:
             assert told == pytest.approx(kept)
         else:
@@ -149,8 +149,8 @@ def test_eps_is_told_where_it_takes_a_tenth() -> None:
 
 
 def test_a_share_ends_at_none_and_at_all() -> None:
-    assert as_share(Estimate(0.9, 0.7, 1.1)) == (0.9, 0.7, 1.0)
-    assert as_share(Estimate(0.1, -0.1, 0.3)) == (0.1, 0.0, 0.3)
+    assert clip_share(Estimate(0.9, 0.7, 1.1)) == (0.9, 0.7, 1.0)
+    assert clip_share(Estimate(0.1, -0.1, 0.3)) == (0.1, 0.0, 0.3)
 
 
 @pytest.mark.parametrize(

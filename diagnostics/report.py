@@ -236,7 +236,9 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
 def row_label(measure: str, modality: str) -> str:
     """The label of a row: for "keys.mmd_halves" it is "keys: mmd halves"."""
     label = measure.replace("_", " ").replace(".", ": ")
-    return f"{label}, {modality}" if modality else label
+    if modality:
+        return f"{label}, {modality}"
+    return label
 
 
 def paired_difference(first: str, second: str, rows: pd.DataFrame) -> pd.DataFrame:

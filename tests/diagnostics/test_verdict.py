@@ -173,7 +173,7 @@ def test_the_interval_of_a_share_is_cut_off_at_0_and_1() -> None:
     assert clip_share(Estimate(0.1, -0.1, 0.3)) == (0.1, 0.0, 0.3)
 
 
-def told(changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True) -> str:
+def sweep_text(changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True) -> str:
     """The sentences on a sweep, a line each. The arguments are those of [`sweep_rows`]."""
     text = "\n".join(tell_sweep(sweep_rows(changes, answers, updates_are_known)))
     assert not re.search(r"\bnan\b|\bNone\b", text)
@@ -181,7 +181,7 @@ def told(changes: dict[float, np.ndarray], answers: str = "several", updates_are
 
 
 def test_right_answers_that_become_fewer_are_told() -> None:
-    text = told({0.3: -CLEAR, 3.0: ZERO})
+    text = sweep_text({0.3: -CLEAR, 3.0: ZERO})
     assert text.startswith("Don't rescale this trained model: the share of right answers, 0.5 ")
     assert re.search(r"as it is on 3 pictures, changes with image tokens × 0\.3 by −0\.30 \(", text)
     assert " and × 3 by nothing (all pictures agree); the right answer's loss, " in text
@@ -189,35 +189,35 @@ def test_right_answers_that_become_fewer_are_told() -> None:
 
 
 def test_doses_that_help_are_told_with_a_warning() -> None:
-    text = told({0.3: CLEAR, 3.0: CLEAR})
+    text = sweep_text({0.3: CLEAR, 3.0: CLEAR})
     assert text.startswith("Rescaling this trained model may help: ")
     assert "clearly worse: none; clearly better: × 0.3, × 3.\n" in text
     assert "\nThe model may see more at × 0.3, × 3: of 2 norms tried, one can look better by chance." in text
 
 
 def test_without_a_choice_of_answers_the_loss_is_told() -> None:
-    text = told({0.3: -CLEAR, 3.0: ZERO}, answers="one")
+    text = sweep_text({0.3: -CLEAR, 3.0: ZERO}, answers="one")
     assert "model: the right answer's loss, " in text
     assert " In loss, clearly worse: " in text
 
 
 def test_without_answers_the_share_of_changed_answers_is_told() -> None:
-    text = told({0.3: -CLEAR, 3.0: ZERO}, answers="no")
+    text = sweep_text({0.3: -CLEAR, 3.0: ZERO}, answers="no")
     assert text.startswith("Rows without answers tell only what changes: ")
     assert "changes a share of 0.7 (0.0 to 1.0) at × 0.3 and 0.7" in text
 
 
 def test_the_norms_in_layer_1_are_told() -> None:
-    text = told({0.3: ZERO, 3.0: ZERO})
+    text = sweep_text({0.3: ZERO, 3.0: ZERO})
     assert "layer 1's attention adds 2 (± 0) and its MLP 3 (± 0): " in text
     assert ". The norm of these image tokens is below what attention adds.\n" in text
 
 
 def test_norms_in_layer_1_that_are_not_known_are_told() -> None:
-    text = told({0.3: ZERO, 3.0: ZERO}, updates_are_known=False)
+    text = sweep_text({0.3: ZERO, 3.0: ZERO}, updates_are_known=False)
     assert "attention and MLP add was not told apart" in text
 
 
 def test_that_no_dose_helps_is_told() -> None:
-    text = told({0.3: ZERO, 3.0: ZERO})
+    text = sweep_text({0.3: ZERO, 3.0: ZERO})
     assert "\nNo other norm is clearly better on these pictures. A trained model is" in text

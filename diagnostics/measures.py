@@ -60,25 +60,25 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
     # A decoder that multiplies its input multiplies image and text tokens alike, so the vocabulary is multiplied too.
     scale = input_scale(torch.cat(text_norms), torch.cat(embedded_norms))
     target = text_norm_target(scale * vocabulary)
-    scaled_norms = [scale * norms for norms in embedded_norms]
-    image = mean_by_sample(image_norms)
-    text = mean_by_sample(text_norms)
+    image_means = mean_by_sample(image_norms)
+    text_means = mean_by_sample(text_norms)
+    in_prompt_means = mean_by_sample([scale * norms for norms in embedded_norms])
 
-    rows = []
+    tables = []
     for place in ("encoder_output", "projector_input", "projector_output"):
         # All records are of one model, so they have the same places.
         if place in records[0].interface:
             means = mean_by_sample([record.interface[place] for record in records])
-            rows.append(make_rows(place, means, "visual"))
-    rows += [
-        make_rows("at_decoder", image, "visual"),
-        make_rows("at_decoder", text, "text"),
-        make_rows("in_prompt", mean_by_sample(scaled_norms), "text"),
+            tables.append(make_rows(place, means, "visual"))
+    tables += [
+        make_rows("at_decoder", image_means, "visual"),
+        make_rows("at_decoder", text_means, "text"),
+        make_rows("in_prompt", in_prompt_means, "text"),
         make_rows("vocabulary", modality="text", whole=target),
-        ratio_rows("ratio", image, text),
-        make_rows("ratio_to_vocabulary", image / target),
+        ratio_rows("ratio", image_means, text_means),
+        make_rows("ratio_to_vocabulary", image_means / target),
     ]
-    return pd.concat(rows)
+    return pd.concat(tables)
 
 
 def mean_by_sample(samples: Sequence[torch.Tensor]) -> np.ndarray:
@@ -124,9 +124,9 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
     # Beside the norm of each layer's input, there is the norm of the last layer's output.
     norm_layers = range(num_layers + 1)
 
-    rows = []
+    tables = []
     for modality, masks in (("visual", image_masks), ("text", text_masks)):
-        rows += [
+        tables += [
             make_rows("norm", mean_by_layer(layer_norms, masks), modality, norm_layers),
             make_rows("turning", 1 - mean_by_layer(cosines, masks), modality, layers),
             make_rows("update_ratio", mean_by_layer(update_ratios, masks), modality, layers),
@@ -136,9 +136,9 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
     image_norms = mean_by_layer(layer_norms, image_masks)
     text_norms = mean_by_layer(layer_norms, text_masks)
     gap = mean_by_layer(cosines, image_masks) - mean_by_layer(cosines, text_masks)
-    rows.append(ratio_rows("norm_ratio", image_norms, text_norms, norm_layers))
-    rows.append(make_rows("gap", gap, layers=layers))
-    return pd.concat(rows)
+    tables.append(ratio_rows("norm_ratio", image_norms, text_norms, norm_layers))
+    tables.append(make_rows("gap", gap, layers=layers))
+    return pd.concat(tables)
 
 
 def mean_by_layer(samples: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> np.ndarray:

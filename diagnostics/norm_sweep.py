@@ -307,30 +307,29 @@ def ask_own_picture(
 
     prompt_length = len(is_image_token)
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
-    greedy = generated[0, prompt_length:].tolist()
-    # Log-probabilities of the vocabulary at each token of the greedy answer, for the model as it is.
-    (greedy_as_it_is,) = distributions(model, read_prompt(model, inputs), [greedy])  # [num_tokens, vocab_size]
+    greedy_answer = generated[0, prompt_length:].tolist()
+    # Log-probabilities of the vocabulary at each token of the greedy answer, `(num_tokens, vocab_size)`.
+    (log_probs_as_it_is,) = distributions(model, read_prompt(model, inputs), [greedy_answer])
 
     scores_by_dose = []
     for dose in doses:
         with scaled(model, is_image_token, dose):
             prompt = read_prompt(model, inputs)
 
-        # The greedy and the right answer are scored in one pass.
-        answers = [greedy]
+        # The greedy and the right answer are scored in one pass, which sees the multiplied tokens through the cache.
+        answers = [greedy_answer]
         if choices.right:
             answers.append(choices.right)
-        log_probabilities = distributions(model, prompt, answers)
+        log_probs_by_answer = distributions(model, prompt, answers)
 
-        greedy_at_dose = log_probabilities[0]  # [num_tokens, vocab_size]
-        divergences = (greedy_as_it_is.exp() * (greedy_as_it_is - greedy_at_dose)).sum(dim=-1)  # [num_tokens]
-        likeliest_tokens = greedy_at_dose.argmax(dim=-1).tolist()
+        log_probs_at_dose = log_probs_by_answer[0]
+        likeliest_tokens = log_probs_at_dose.argmax(dim=-1).tolist()
         scores = {
-            "kl": divergences.mean().item(),
-            "changed": float(likeliest_tokens != greedy),
+            "kl": mean_divergence(log_probs_as_it_is, log_probs_at_dose),
+            "changed": float(likeliest_tokens != greedy_answer),
         }
         if choices.right:
-            scores["loss"] = mean_loss(log_probabilities[1], choices.right)
+            scores["loss"] = mean_loss(log_probs_by_answer[1], choices.right)
         if choices.right and len(choices.answers) > 1:
             chosen = likeliest(model, prompt, choices.answers)
             scores["named"] = float(choices.answers[chosen] == choices.right)
@@ -352,6 +351,18 @@ def ask_other_picture(
         (log_probabilities,) = distributions(model, prompt, [choices.right])
         scores_by_dose.append({"loss": mean_loss(log_probabilities, choices.right)})
     return scores_by_dose
+
+
+def mean_divergence(log_probabilities: torch.Tensor, other_log_probabilities: torch.Tensor) -> float:
+    """Mean KL divergence, over an answer's tokens, of other distributions from those given first.
+
+    Args:
+        log_probabilities: The vocabulary's log-probabilities at each token, `(num_tokens, vocab_size)`.
+        other_log_probabilities: The other log-probabilities, `(num_tokens, vocab_size)`.
+    """
+    differences = log_probabilities - other_log_probabilities
+    divergences = (log_probabilities.exp() * differences).sum(dim=-1)  # [num_tokens]
+    return divergences.mean().item()
 
 
 def mean_loss(log_probabilities: torch.Tensor, tokens: Sequence[int]) -> float:

@@ -107,7 +107,10 @@ class Report:
 def measured_on(report: Report) -> str:
     """One line that says how many models were measured, and on what data."""
     num_pictures = report.models[0].num_pictures
-    intervals = "95% intervals over pictures are in brackets" if num_pictures > 1 else "one gives no intervals"
+    if num_pictures > 1:
+        intervals = "95% intervals over pictures are in brackets"
+    else:
+        intervals = "a single picture gives no intervals"
     pictures = f"pictures with a question each: {num_pictures} ({report.data})"
     return f"Models: {len(report.models)}; {pictures}; {intervals}."
 
@@ -272,6 +275,7 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
         rows: The rows of all models, with a column `model`.
         figures: Folder with the figures as PNG files, called by their names in `FIGURES`. A figure may be missing.
     """
+    # The page itself holds the figures, as base64 text.
     images = {path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures.glob("*.png")}
     tables = make_tables(report.models, rows)
     # The page's definitions of measures name constants of the modules `keys`, `divergence` and `key_map`.

@@ -136,7 +136,7 @@ def test_one_picture_gives_no_intervals_and_no_judgement_of_turning(tmp_path: Pa
     rows = make_rows_of_a_model(num_pictures=1)
     rows_by_name = {"first": rows, "second": rows}
     report = make_report(rows_by_name)
-    assert measured_on(report).endswith("one gives no intervals.")
+    assert measured_on(report).endswith("; a single picture gives no intervals.")
 
     text = " ".join(sentences(report.models[0]))
     assert "this can't be told from no difference" in text

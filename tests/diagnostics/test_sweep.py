@@ -253,7 +253,7 @@ def test_all_pictures_of_a_row_are_asked_about(model: PreTrainedModel, processor
 
 
 def test_a_model_that_always_answers_a_is_right_where_a_is_right(always_a: Callable[..., Path], data: Path) -> None:
-    """Its answer is shorter than a greedy answer may be, because the model ends its turn. At dose 1 nothing changes."""
+    """The model ends its turn after the "A". At dose 1 its answer doesn't change."""
     model, processor = load_model(str(always_a()))
     questions = load_questions(data, 3).questions
 

@@ -128,7 +128,7 @@ def fingerprint_measurement(questions: Sequence[Question], dtype: str | None) ->
         texts = []
         for message in question.prompt:
             texts += [part.get("text") for part in message["content"]]  # `None` for a picture
-        contents.append((question.picture, texts))
+        contents.append((question.fingerprint, texts))
 
     description = repr((contents, dtype))
     return hashlib.sha256(description.encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_norm, find_projector
+from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_projector, find_projector_norm
 
 
 # Names that a decoder layer may give the norm module before its MLP. If a layer has modules of several of these names,
@@ -48,7 +48,7 @@ class InterfaceHooks(ExitStack):
 
         self._watch_encoder(find_encoder(model))
         self._watch_projector(find_projector(model))
-        self._watch_norm(find_norm(model))
+        self._watch_norm(find_projector_norm(model))
         self._watch_first_layer(find_decoder(model).layers[0])
 
         # Qwen3-VL's config has `deepstack_visual_indexes`.

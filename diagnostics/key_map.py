@@ -15,7 +15,7 @@ from sklearn.decomposition import PCA
 from sklearn.manifold import TSNE
 
 from diagnostics.keys import take_points
-from diagnostics.plots import DOTTED, MODALITY_COLOURS, MODELS, WIDTH, draw_curve, styled
+from diagnostics.plots import DOTTED, MODALITY_COLOURS, MODEL_STYLES, WIDTH, draw_curve, styled
 from diagnostics.probe import Record
 from diagnostics.table import Summary
 
@@ -125,8 +125,8 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
 
 def _draw_divergence(axis: plt.Axes, summary: Summary) -> None:
     """Draw the divergence by layer of keys and of values, and their floors as dotted curves."""
-    # `MODELS` has styles of curves that are easy to tell apart.
-    for space, style in (("keys", MODELS[0]), ("values", MODELS[1])):
+    # `MODEL_STYLES` has styles of curves that are easy to tell apart.
+    for space, style in (("keys", MODEL_STYLES[0]), ("values", MODEL_STYLES[1])):
         draw_curve(axis, summary.curve(f"{space}.jsd"), label=space, **style)
         draw_curve(axis, summary.curve(f"{space}.jsd_halves"), color=style["color"], **DOTTED)
     axis.set(ylabel="divergence, bits", xlabel="layer", ylim=(0, 1))

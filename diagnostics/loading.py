@@ -1,7 +1,6 @@
 """Loads any vision-language model with its processor, and chooses pictures with questions from data."""
 
 import argparse
-import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 
 logger = logging.getLogger(__name__)
 
-# If no row can be read, the search for questions ends after this many rows.
+# If none of the first rows can be read, the search for questions ends after this many rows.
 MAX_UNREADABLE = 100
+# The question about pictures that come without rows, if the user gives no other question.
 QUESTION = "Describe this picture."
-# Pillow can't read HEIC. Its suffixes are here so that such a file gets a message and is not ignored in silence.
+# Pillow can't read HEIC. The suffixes of HEIC are listed so that such a file gets a message and isn't ignored in
+# silence.
 PICTURE_SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # A chat message: its role, and its content as a list of texts and pictures.
 Message = dict[str, Any]
@@ -39,20 +40,20 @@ class Question:
     """A picture with a question, as chat messages.
 
     Attributes:
-        source: File and row, or file of the picture, to name the question in messages.
-        picture: Fingerprint of the content of the prompt's pictures, independent of their paths.
+        source: File and row, or the picture's file: what messages call the question.
+        fingerprint: Fingerprint of the content of the prompt's pictures, which doesn't depend on their paths.
         prompt: Chat messages up to the first answer, with their pictures in RGB.
         image: The first picture of the prompt.
         answer: The row's first answer; empty if the row has none.
     """
 
     source: str
-    picture: str
+    fingerprint: str
     prompt: list[Message]
     image: Image.Image
     answer: str = ""
 
-    def about(self, image: Image.Image) -> list[Message]:
+    def prompt_about(self, image: Image.Image) -> list[Message]:
         """The prompt with `image` in the place of each of its pictures."""
         messages = []
         for message in self.prompt:
@@ -61,21 +62,24 @@ class Question:
         return messages
 
     @property
-    def texts(self) -> list[tuple[str, list[str]]]:
-        """Role and texts of each message of the prompt, without pictures."""
-        return [(message["role"], _texts(message["content"])) for message in self.prompt]
+    def roles_and_texts(self) -> list[tuple[str, list[str]]]:
+        """The role and the texts of each message of the prompt, without pictures."""
+        return [(message["role"], _find_texts(message["content"])) for message in self.prompt]
 
 
 def _replace_pictures(content: list[dict[str, Any]], image: Image.Image) -> list[dict[str, Any]]:
+    """The content of a message, with `image` in the place of each of its pictures."""
     replaced = []
     for part in content:
         if part["type"] == "image":
-            part = {"type": "image", "image": image}
-        replaced.append(part)
+            replaced.append({"type": "image", "image": image})
+        else:
+            replaced.append(part)
     return replaced
 
 
-def _texts(content: list[dict[str, Any]]) -> list[str]:
+def _find_texts(content: list[dict[str, Any]]) -> list[str]:
+    """The texts in the content of a message."""
     return [part["text"] for part in content if part["type"] == "text"]
 
 
@@ -115,8 +119,8 @@ def load_model(
         AutoModelForImageTextToText, name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
 
-    # Both calls raise an error for a model that can't be measured. They are made here so that the error comes before
-    # the data is loaded.
+    # Both functions raise an error for a model that can't be measured. They are called here so that the error comes
+    # before the data is loaded.
     image_token_id(model)
     find_decoder(model)
 
@@ -124,7 +128,7 @@ def load_model(
 
 
 def load_processor(name: str, trust_remote_code: bool = False) -> Any:
-    """A model's processor, from a folder or the Hub. For a model that takes no pictures this is its tokenizer.
+    """A model's processor, from a folder or the Hub; for a model that takes no pictures, its tokenizer.
 
     Raises:
         UserError: if the folder holds no processor, or if the processor needs a package that is missing.
@@ -134,7 +138,7 @@ def load_processor(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
-    """Call `auto_class.from_pretrained`. Errors about what the folder holds become one line that names the folder.
+    """What `auto_class.from_pretrained` returns. An error about the folder's content becomes one line that names it.
 
     Raises:
         UserError: if the folder can't be loaded, or if the model needs a package that is missing.
@@ -145,7 +149,12 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
-    """Add the options that every command that measures has: the data, and how a model is loaded."""
+    """Add the options of the data, and of how a model is loaded, which all commands that measure a model share.
+
+    Args:
+        parser: The command's parser.
+        num_samples: Default of `--num_samples`.
+    """
     add = parser.add_argument
     add("--data", required=True, help="pictures and questions, or a folder of pictures")
     add("--image_folder", help="base folder of a JSON file's picture paths (default: the file's folder)")
@@ -208,24 +217,28 @@ def load_questions(
 
 
 def find_pictures(data: Path) -> list[Path] | None:
-    """The picture files that `--data` names: a picture itself, or a folder's pictures; `None` if it names rows.
+    """The picture files that `--data` names: one picture, or the pictures of a folder; `None` if it names rows.
 
-    A folder with rows in it names rows, even if there are pictures beside them.
+    A folder that holds rows names rows, even if there are pictures beside them.
     """
     data = data.expanduser()
     if data.is_file():
         return [data] if is_picture(data) else None
 
-    # `data` names rows if it is on the Hub, or a folder with a JSON file or with a dataset that `save_to_disk` wrote.
-    if not data.is_dir() or find_source(str(data)).kind != "dataset":
+    # A path that doesn't exist is the Hub id of a dataset.
+    if not data.is_dir():
         return None
-    # It also names rows if the folder holds files of rows in another form.
+
+    # A folder with a JSON file, or with a dataset that `save_to_disk` wrote, is of another kind than "dataset".
+    if find_source(str(data)).kind != "dataset":
+        return None
     for file in data.rglob("*"):
         if file.suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:
             return None
 
-    visible_paths = [data / name for name in iglob("**", root_dir=data, recursive=True)]  # iglob omits hidden files
-    return sorted(path for path in visible_paths if is_picture(path))
+    names = iglob("**", root_dir=data, recursive=True)  # without hidden files, which `rglob` would include
+    paths = [data / name for name in names]
+    return sorted(path for path in paths if is_picture(path))
 
 
 def is_picture(path: Path) -> bool:
@@ -234,9 +247,9 @@ def is_picture(path: Path) -> bool:
 
 
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
-    """Questions of the first rows that have a picture before their first answer, each about a different picture.
+    """The questions of the first rows that have a picture before their first answer, each about another picture.
 
-    Rows that are malformed, or that have a broken or missing picture, are skipped with a warning.
+    Malformed rows, and rows with a broken or missing picture, are skipped with a warning.
 
     Args:
         rows: The rows to choose from.
@@ -266,10 +279,12 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
         if question is None:
             passed_over += 1
         else:
-            taken.setdefault(question.picture, question)
+            taken.setdefault(question.fingerprint, question)
 
     if not taken:
-        reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
+        reason = ""
+        if unreadable:
+            reason = f" Rows that can't be read: {len(unreadable)}, the first: {unreadable[0]}"
         raise DiagnosticsError(
             f"{data} has no pictures to ask about ({passed_over} rows without one before the first answer). Give "
             f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
@@ -279,26 +294,30 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
 
 def to_question(row: Row) -> Question | None:
     """The question of a row up to its first answer; `None` if there is no picture before the first answer."""
-    turns = row_turns(row)
-    turns_before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", turns))
-    turns_after = turns[len(turns_before_answer) :]
-    answer = turns_after[0]["value"].strip() if turns_after else ""
+    turns_before_answer = []
+    answer = ""
+    for turn in row_turns(row):
+        if turn["from"] == "gpt":
+            answer = turn["value"].strip()
+            break
+        turns_before_answer.append(turn)
 
     prompt = to_messages({**row, "conversations": turns_before_answer})
     image_parts = []
     for message in prompt:
         image_parts += [part for part in message["content"] if part["type"] == "image"]
 
-    # The row's further pictures come after its first answer, and are left out.
+    # A row's pictures are in the order of its turns. Pictures after the first answer are left out.
     images = open_images(row)[: len(image_parts)]
     if not images:
         return None
 
+    # `prompt` holds these parts, so this puts the pictures into the prompt.
     for part, image in zip(image_parts, images, strict=True):
         part["image"] = image
     return Question(
         source=row["source"],
-        picture=fingerprint(images),
+        fingerprint=fingerprint(images),
         prompt=prompt,
         image=images[0],
         answer=answer,
@@ -306,9 +325,9 @@ def to_question(row: Row) -> Question | None:
 
 
 def questions_about(pictures: Iterable[Image.Image], question: str, num_samples: int) -> Questions:
-    """The same question about each of the first `num_samples` different pictures in memory.
+    """The same question about each of the first `num_samples` different pictures, which are given in memory.
 
-    Pictures are turned as their EXIF data says.
+    Pictures are oriented as their EXIF data says.
 
     Raises:
         TypeError: if an entry of `pictures` is no picture.
@@ -325,11 +344,11 @@ def questions_about(pictures: Iterable[Image.Image], question: str, num_samples:
         content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
         question_about_image = Question(
             source=f"picture {number}",
-            picture=fingerprint([image]),
+            fingerprint=fingerprint([image]),
             prompt=[{"role": "user", "content": content}],
             image=image,
         )
-        taken.setdefault(question_about_image.picture, question_about_image)
+        taken.setdefault(question_about_image.fingerprint, question_about_image)
 
     if not taken:
         raise DiagnosticsError("There are no pictures to ask about.")

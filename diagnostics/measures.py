@@ -15,12 +15,12 @@ from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from diagnostics.norms import text_norm_target, vocabulary_norms
-from diagnostics.parts import find_norm
+from diagnostics.parts import find_projector_norm
 from diagnostics.probe import TINY, Record
 from diagnostics.table import make_rows, ratio_rows
 
 
-# The factors by which a decoder multiplies two text tokens count as equal if they differ by less than this share.
+# `input_scale` takes two factors as equal if they differ by less than this share.
 SCALE_TOLERANCE = 0.02
 
 
@@ -47,44 +47,51 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
         records: The record of each picture.
         vocabulary: Norm of the text embedding of each token id, `(vocab_size,)`.
     """
-    text_norms = [record.layer_norms[0, record.tokens.text] for record in records]
-    image_norms = [record.layer_norms[0, record.tokens.visual] for record in records]
-    embedded_norms = [vocabulary[record.input_ids[record.tokens.text]] for record in records]
+    image_norms = []
+    text_norms = []
+    embedded_norms = []
+    for record in records:
+        norms_at_decoder = record.layer_norms[0]
+        image_norms.append(norms_at_decoder[record.tokens.visual])
+        text_norms.append(norms_at_decoder[record.tokens.text])
+        text_ids = record.input_ids[record.tokens.text]
+        embedded_norms.append(vocabulary[text_ids])
 
+    # A decoder that multiplies its input multiplies image and text tokens alike, so the vocabulary is multiplied too.
     scale = input_scale(torch.cat(text_norms), torch.cat(embedded_norms))
     target = text_norm_target(scale * vocabulary)
-    image = mean_of_each(image_norms)
-    text = mean_of_each(text_norms)
+    image_means = mean_by_sample(image_norms)
+    text_means = mean_by_sample(text_norms)
+    in_prompt_means = mean_by_sample([scale * norms for norms in embedded_norms])
 
-    rows = []
+    tables = []
     for place in ("encoder_output", "projector_input", "projector_output"):
+        # All records are of one model, so they have the same places.
         if place in records[0].interface:
-            norms = mean_of_each([record.interface[place] for record in records])
-            rows.append(make_rows(place, norms, "visual"))
-    rows += [
-        make_rows("at_decoder", image, "visual"),
-        make_rows("at_decoder", text, "text"),
-        make_rows("in_prompt", mean_of_each([scale * norms for norms in embedded_norms]), "text"),
+            means = mean_by_sample([record.interface[place] for record in records])
+            tables.append(make_rows(place, means, "visual"))
+    tables += [
+        make_rows("at_decoder", image_means, "visual"),
+        make_rows("at_decoder", text_means, "text"),
+        make_rows("in_prompt", in_prompt_means, "text"),
         make_rows("vocabulary", modality="text", whole=target),
-        ratio_rows("ratio", image, text),
-        make_rows("ratio_to_vocabulary", image / target),
+        ratio_rows("ratio", image_means, text_means),
+        make_rows("ratio_to_vocabulary", image_means / target),
     ]
-    return pd.concat(rows)
+    return pd.concat(tables)
 
 
-def mean_of_each(samples: Sequence[torch.Tensor]) -> np.ndarray:
+def mean_by_sample(samples: Sequence[torch.Tensor]) -> np.ndarray:
     """Mean over the tokens of each sample, `(num_samples,)`.
 
     Args:
-        samples: A number for each token of each sample, `(num_tokens,)` each.
+        samples: For each sample, a number for each token, `(num_tokens,)`.
     """
     return np.array([numbers.double().mean().item() for numbers in samples])
 
 
 def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
-    """The factor by which a decoder, such as Granite's, multiplies its input before the first layer.
-
-    The factor is 1 for a decoder that doesn't multiply its input.
+    """The factor by which a decoder multiplies its input before the first layer, as Granite's does; 1 if it doesn't.
 
     Args:
         entering: Norms of text tokens at the decoder's first layer, `(num_tokens,)`.
@@ -94,14 +101,13 @@ def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
     if len(factors) < 2:
         return 1.0
 
-    # A decoder that adds position embeddings changes the norm of each token by a different factor. Such a decoder has
-    # no scale.
     scale = factors.median().item()
-    all_equal = (factors - scale).abs().max() < SCALE_TOLERANCE * scale
-    is_one = abs(scale - 1) <= SCALE_TOLERANCE
-    if is_one or not all_equal:
+    if abs(scale - 1) <= SCALE_TOLERANCE:
         return 1.0
-    return scale
+
+    # A decoder that adds position embeddings changes the norm of each token by another factor: it has no scale.
+    all_are_equal = (factors - scale).abs().max() < SCALE_TOLERANCE * scale
+    return scale if all_are_equal else 1.0
 
 
 def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
@@ -115,12 +121,12 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
 
     num_layers = len(cosines[0])
     layers = range(num_layers)
-    # There is a norm of each layer's input, and one more norm, of the last layer's output.
+    # Beside the norm of each layer's input, there is the norm of the last layer's output.
     norm_layers = range(num_layers + 1)
 
-    rows = []
+    tables = []
     for modality, masks in (("visual", image_masks), ("text", text_masks)):
-        rows += [
+        tables += [
             make_rows("norm", mean_by_layer(layer_norms, masks), modality, norm_layers),
             make_rows("turning", 1 - mean_by_layer(cosines, masks), modality, layers),
             make_rows("update_ratio", mean_by_layer(update_ratios, masks), modality, layers),
@@ -130,21 +136,22 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
     image_norms = mean_by_layer(layer_norms, image_masks)
     text_norms = mean_by_layer(layer_norms, text_masks)
     gap = mean_by_layer(cosines, image_masks) - mean_by_layer(cosines, text_masks)
-    rows.append(ratio_rows("norm_ratio", image_norms, text_norms, norm_layers))
-    rows.append(make_rows("gap", gap, layers=layers))
-    return pd.concat(rows)
+    tables.append(ratio_rows("norm_ratio", image_norms, text_norms, norm_layers))
+    tables.append(make_rows("gap", gap, layers=layers))
+    return pd.concat(tables)
 
 
 def mean_by_layer(samples: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> np.ndarray:
     """Mean over the chosen tokens of each sample, by layer: `(num_samples, num_layers)`.
 
     Args:
-        samples: A number for each layer and token, `(num_layers, S)` each.
-        masks: True for the chosen tokens, `(S,)` each.
+        samples: For each sample, a number for each layer and token, `(num_layers, S)`.
+        masks: For each sample, True for the chosen tokens, `(S,)`.
     """
     means = []
     for numbers, mask in zip(samples, masks, strict=True):
-        means.append(numbers[:, mask].double().mean(dim=1).numpy())
+        chosen = numbers[:, mask].double()  # [num_layers, num_chosen]
+        means.append(chosen.mean(dim=1).numpy())
     return np.stack(means)
 
 
@@ -155,53 +162,61 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
     if not layers:
         return None
 
-    # For each measure, a list of pictures. For each picture, a list with the share of each layer.
+    # For each measure, the shares of each picture; for each picture, the share in each layer.
     shares: dict[str, list[list[float]]] = {
-        "attention": [], "attention_even": [], "attention_without_sinks": [], "attention_even_without_sinks": [],
-    }  # fmt: skip
+        "attention": [],
+        "attention_even": [],
+        "attention_without_sinks": [],
+        "attention_even_without_sinks": [],
+    }
     for record in records:
-        probabilities = [record.attention[layer] for layer in layers]
+        measured = [record.attention[layer] for layer in layers]  # [num_heads, num_queries, S] each
         # Uniform attention has the same weight for each key that a query sees.
         even = [record.visible[layer][None] for layer in layers]  # [1, num_queries, S] each
 
+        # Over all keys, where a sink at a picture's position counts as an image token.
         is_image_token = record.tokens_with_sinks.visual
         is_any_key = torch.ones_like(is_image_token)
-        shares["attention"].append(attention_shares(probabilities, is_image_token, is_any_key))
+        shares["attention"].append(attention_shares(measured, is_image_token, is_any_key))
         shares["attention_even"].append(attention_shares(even, is_image_token, is_any_key))
 
-        is_image_token = record.tokens.visual
-        is_ordinary_key = is_image_token | record.tokens.text
-        shares["attention_without_sinks"].append(attention_shares(probabilities, is_image_token, is_ordinary_key))
-        shares["attention_even_without_sinks"].append(attention_shares(even, is_image_token, is_ordinary_key))
+        # Over ordinary keys: image and text tokens that are no sinks.
+        is_image_key = record.tokens.visual
+        is_ordinary_key = is_image_key | record.tokens.text
+        shares["attention_without_sinks"].append(attention_shares(measured, is_image_key, is_ordinary_key))
+        shares["attention_even_without_sinks"].append(attention_shares(even, is_image_key, is_ordinary_key))
 
-    return pd.concat([make_rows(name, by_picture, layers=layers) for name, by_picture in shares.items()])
+    return pd.concat([make_rows(measure, by_picture, layers=layers) for measure, by_picture in shares.items()])
 
 
 def attention_shares(
     attention: Sequence[torch.Tensor], is_image_token: torch.Tensor, is_counted_key: torch.Tensor
 ) -> list[float]:
-    """Share of the attention on the counted keys that falls on image tokens, mean over heads and queries, by layer.
+    """By layer, the share of the attention to counted keys that goes to image tokens: mean over heads and queries.
 
     Args:
-        attention: Weights of each layer, `(num_heads, num_queries, S)` each. They don't have to sum to 1.
-        is_image_token: Mask of the keys, `(S,)`.
-        is_counted_key: Mask of the keys whose attention makes up the whole, `(S,)`.
+        attention: For each layer, weights that don't have to sum to 1, `(num_heads, num_queries, S)`.
+        is_image_token: Mask of the keys that are image tokens, `(S,)`.
+        is_counted_key: Mask of the keys that count; the attention to all other keys is set to 0, `(S,)`.
     """
     shares = []
     for weights in attention:
         counted_weights = weights.double() * is_counted_key
-        on_image = counted_weights[..., is_image_token].sum(dim=-1)
-        on_all = counted_weights.sum(dim=-1).clamp(min=TINY)
-        shares.append((on_image / on_all).mean().item())
+        to_image = counted_weights[..., is_image_token].sum(dim=-1)  # [num_heads, num_queries]
+        to_all = counted_weights.sum(dim=-1).clamp(min=TINY)  # [num_heads, num_queries]
+        shares.append((to_image / to_all).mean().item())
     return shares
 
 
 def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
-    """How far the keys and the values of a picture's image tokens have turned from those of its `baseline` record.
+    """How far the keys and values of a picture's image tokens have turned from the `baseline` record of the picture.
 
-    The result is 1 minus the cosine of a vector and its baseline, as a mean over tokens, heads and layers. The first
-    layer is left out, because a sweep changes only the norm of its input. Keys or values that were not recorded are
-    missing from the result.
+    A turn is 1 minus the cosine of a key or value and the same key or value in the baseline. The first layer is left
+    out, because a sweep changes the norm of its input but not the direction.
+
+    Returns:
+        The mean turn over tokens, heads and layers, as `"keys, turned"` and `"values, turned"`. Keys or values that
+        were not recorded are missing.
     """
     is_image_token = baseline.tokens.visual[baseline.key_positions]
 
@@ -212,7 +227,7 @@ def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
         recorded_layers = vectors_by_layer.keys() & baseline_by_layer.keys()
 
         cosines = []
-        for layer in recorded_layers - {0}:  # without the first layer
+        for layer in recorded_layers - {0}:
             vectors = vectors_by_layer[layer][:, is_image_token]  # [num_heads, num_image_tokens, head_dim]
             baseline_vectors = baseline_by_layer[layer][:, is_image_token]
             cosines.append(cosine_similarity(vectors, baseline_vectors, dim=-1).mean().item())
@@ -222,8 +237,8 @@ def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
 
 
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:
-    """Rows of the projector norm's gain and bias; `None` for a model whose projector does not end in a norm."""
-    norm = find_norm(model)
+    """Rows on the gain and bias of the norm module after the projector; `None` for a model without this module."""
+    norm = find_projector_norm(model)
     if norm is None:
         return None
 
@@ -232,7 +247,8 @@ def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:
         gain = norm.weight.detach().double().cpu()
         bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double().cpu()
 
-    # The gain starts so that a normed token has the target as its norm.
+    # When a model is composed, every entry of the gain is set so that tokens leave the norm module with the target as
+    # their L2 norm. Without a target every entry is 1.
     target = getattr(model.config, "projector_norm_target", None)
     gain_at_start = 1.0 if target is None else target / sqrt(len(gain))
     return pd.concat([

@@ -1,7 +1,8 @@
 """Sweeps the norm of a model's image tokens, and scores the model's answers at each norm.
 
-Image tokens are multiplied by one factor after the other, called doses, where they enter the decoder. Nothing else
-changes, so any change of the answers comes from the norm of the image tokens. The rows are written to `sweep.csv`.
+Image tokens are multiplied where they enter the decoder, by several factors in turn. These factors are called doses.
+Nothing else changes, so any change of the answers comes from the norm of the image tokens. The rows are written to
+`sweep.csv`.
 """
 
 import logging
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read_prompt
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.loading import Message, Question
-from diagnostics.measures import mean_of_each, measure_attention, measure_drift, measure_layers
+from diagnostics.measures import mean_by_sample, measure_attention, measure_drift, measure_layers
 from diagnostics.norms import token_norms
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id, spread_layers
 from diagnostics.probe import Record
@@ -32,14 +33,22 @@ logger = logging.getLogger(__name__)
 
 # The fewest pictures over which an interval is narrow enough to say something.
 MIN_PICTURES = 3
-# Length at which a greedy answer is cut off.
+# Length, in tokens, at which a greedy answer is cut off.
 MAX_NEW_TOKENS = 8
 # Scores of one answer, by name of the measure.
 Scores = dict[str, float]
 
 
 class Measured(NamedTuple):
-    """The value of one measure for one picture."""
+    """The value of one measure for one picture.
+
+    Attributes:
+        picture: Index of the question, and so of its picture.
+        measure: Name of the measure.
+        value: The value.
+        dose: The factor by which the image tokens were multiplied.
+        control: The picture that the model was shown: `OWN_PICTURE`, `BLANK_PICTURE` or `OTHER_PICTURE`.
+    """
 
     picture: int
     measure: str
@@ -49,17 +58,17 @@ class Measured(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """What a sweep records of the model as it is.
+    """What a sweep records of the model as it is, that is, without multiplying image tokens.
 
     Attributes:
         records: The record of each picture, with keys and values.
-        layer_1: What [`measure_layer_1`] returns for each picture.
+        layer_1_norms: What [`measure_layer_1`] returns for each picture.
         image_norm: Mean norm of the image tokens that enter the decoder.
         text_norm: Mean norm of the text tokens that enter the decoder.
     """
 
     records: list[Record]
-    layer_1: list[dict[str, float]]
+    layer_1_norms: list[dict[str, float]]
     image_norm: float
     text_norm: float
 
@@ -68,7 +77,8 @@ class Baseline(NamedTuple):
 def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
     """Rows of a model at each dose, with the columns of [`~diagnostics.table`] and two more, `dose` and `control`.
 
-    Norms in the rows are multiples of the mean norm of the text tokens that enter the decoder.
+    The norms of [`layer_1_rows`] are multiples of the mean norm of the text tokens that enter the decoder. The other
+    norms, of the measure `norm`, are absolute.
 
     Raises:
         DiagnosticsError: if there are fewer than three pictures, if the model is in training mode, or if its answers
@@ -90,7 +100,8 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
         tables.append(measure_turning(model, processor, questions, baseline, dose, name))
     tables.append(layer_1_rows(model, baseline))
 
-    rows = pd.concat(tables, ignore_index=True)[[*COLUMNS, "dose", "control"]]
+    columns = [*COLUMNS, "dose", "control"]
+    rows = pd.concat(tables, ignore_index=True)[columns]
     return rows.astype({"layer": "Int64", "picture": "Int64"})
 
 
@@ -117,40 +128,55 @@ def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -
         num_doses: Number of doses.
         seconds: Duration of one pass over all pictures.
     """
-    # At each dose the prompt is read four times: once to record the pass, and once each to ask about the question's
-    # own picture, a white picture and another question's picture. The greedy answer takes about four more passes.
+    # At each dose the model reads the prompt four times: once for the record, and once with each of three pictures
+    # (the question's own, a white picture, another question's). The greedy answer takes about four more passes.
     passes = 4 * num_doses + 4
-    # The passes over the answers' tokens take about half as much time again.
+    # The passes over the tokens of answers take about half as long as all these passes together.
     minutes = 1.5 * passes * seconds / 60
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, num_pictures, minutes)
 
 
 def record_baseline(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> Baseline:
-    """Record the model as it is: what its decoder does with each picture, and norms in its first layer."""
+    """Record what the model's decoder does with each picture as it is, and the norms in its first layer."""
     layers = spread_layers(len(find_decoder(model).layers))
     records = []
-    layer_1 = []
+    layer_1_norms = []
     for question in tqdm(questions, desc=f"{name}: x 1", unit="picture"):
-        states_by_place: dict[str, torch.Tensor] = {}
-        with InterfaceHooks(model, states_by_place.__setitem__):
-            (record,) = record_questions(model, processor, [question], layers, title="")
+        record, states_by_place = record_with_states(model, processor, question, layers)
         records.append(record)
-        layer_1.append(measure_layer_1(states_by_place, record.tokens.visual))
+        layer_1_norms.append(measure_layer_1(states_by_place, record.tokens.visual))
 
-    image_norms = mean_of_each([record.layer_norms[0, record.tokens.visual] for record in records])
-    text_norms = mean_of_each([record.layer_norms[0, record.tokens.text] for record in records])
-    return Baseline(records, layer_1, float(image_norms.mean()), float(text_norms.mean()))
+    # The norms at index 0 are those of the tokens that enter the decoder's first layer.
+    image_norms = mean_by_sample([record.layer_norms[0, record.tokens.visual] for record in records])
+    text_norms = mean_by_sample([record.layer_norms[0, record.tokens.text] for record in records])
+    return Baseline(records, layer_1_norms, float(image_norms.mean()), float(text_norms.mean()))
+
+
+def record_with_states(
+    model: PreTrainedModel, processor: Any, question: Question, layers: Sequence[int]
+) -> tuple[Record, dict[str, torch.Tensor]]:
+    """The record of one question, and the hidden states at each place that [`InterfaceHooks`] names."""
+    states_by_place: dict[str, torch.Tensor] = {}
+
+    def keep_states(place: str, states: torch.Tensor) -> None:
+        states_by_place[place] = states
+
+    with InterfaceHooks(model, keep_states):
+        (record,) = record_questions(model, processor, [question], layers, title="")
+    return record, states_by_place
 
 
 def measure_layer_1(states_by_place: dict[str, torch.Tensor], is_image_token: torch.Tensor) -> dict[str, float]:
-    """Mean norms over a sample's image tokens in the decoder's first layer.
+    """Mean norms over a sample's image tokens in the decoder's first layer, by the measure's name in `sweep.csv`.
 
-    The norms are `length` of the image tokens that enter the layer (the name is that of sweep.csv), `attention_update`
-    of what attention adds to them, and `mlp_update` of what the MLP adds to them. If no norm module stands before the
-    MLP, the two updates can't be told apart and are left out.
+    - `length`: norm of the image tokens that enter the layer
+    - `attention_update`: norm of what attention adds to them
+    - `mlp_update`: norm of what the MLP adds to them
+
+    If no norm module stands before the MLP, the two updates can't be told apart and are left out.
 
     Args:
-        states_by_place: What [`InterfaceHooks`] passed at each place.
+        states_by_place: Hidden states at each place that [`InterfaceHooks`] names.
         is_image_token: Mask of the image tokens, `(S,)`.
     """
     entered = states_by_place["decoder"][0, is_image_token].float()
@@ -169,14 +195,18 @@ def mean_norm(states: torch.Tensor) -> float:
 
 
 def layer_1_rows(model: PreTrainedModel, baseline: Baseline) -> pd.DataFrame:
-    """Rows of the norms in layer 1, and of `eps`: the norm of a token whose mean square is the eps of its RMSNorm."""
+    """Rows of the norms in layer 1 and of the measure `eps`, over the norm of text tokens.
+
+    `eps` is the norm of a token whose mean square is as large as the eps of the decoder's RMSNorm.
+    """
     config = model.config.get_text_config()
     eps_norm = (config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5
-    num_pictures = len(baseline.layer_1)
+    num_pictures = len(baseline.layer_1_norms)
 
     tables = []
-    for measure in baseline.layer_1[0]:
-        norms = np.array([norms_of_picture[measure] for norms_of_picture in baseline.layer_1])
+    measures = baseline.layer_1_norms[0].keys()  # the same for all pictures
+    for measure in measures:
+        norms = np.array([norms_of_picture[measure] for norms_of_picture in baseline.layer_1_norms])
         tables.append(make_rows(measure, norms / baseline.text_norm))
     eps_norms = np.full(num_pictures, eps_norm)
     tables.append(make_rows("eps", eps_norms / baseline.text_norm))
@@ -186,7 +216,7 @@ def layer_1_rows(model: PreTrainedModel, baseline: Baseline) -> pd.DataFrame:
 def ask_questions(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], doses: Sequence[float], name: str
 ) -> pd.DataFrame:
-    """Rows of the answers to all questions at all doses."""
+    """Rows of the scores of the answers to all questions at all doses."""
     measured: list[Measured] = []
     for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
         measured += ask_question(model, processor, questions, number, doses)
@@ -204,7 +234,8 @@ def ask_question(
     """Scores of the answers to one question at each dose.
 
     If the right answer is known, the question is also asked about a white picture and about another question's
-    picture. Each score also has a `_change`: its difference to the score for the question's own picture at dose 1.
+    picture. Each score comes with a second one, whose name ends in `_change`: the score minus the score for the
+    question's own picture at dose 1.
 
     Args:
         model: The model.
@@ -221,10 +252,9 @@ def ask_question(
         white = Image.new("RGB", question.image.size, "white")
         # The picture of the question before. For the first question, index -1 gives the last question's picture.
         other_image = questions[number - 1].image
-        scores_by_control[BLANK_PICTURE] = ask_other_picture(model, processor, question.about(white), choices, doses)
-        scores_by_control[OTHER_PICTURE] = ask_other_picture(
-            model, processor, question.about(other_image), choices, doses
-        )
+        for control, image in ((BLANK_PICTURE, white), (OTHER_PICTURE, other_image)):
+            messages = question.prompt_about(image)
+            scores_by_control[control] = ask_other_picture(model, processor, messages, choices, doses)
 
     scores_as_it_is = scores_by_control[OWN_PICTURE][0]  # the first dose is 1
     measured = []
@@ -238,24 +268,27 @@ def ask_question(
 
 
 class Choices(NamedTuple):
-    """The answers that a model can choose from.
+    """The answers that a model can choose from, each as a list of token ids.
 
     Attributes:
-        tokens: Token ids of each different answer that the data gives to the same question.
-        right: Token ids of the question's own answer; empty if it has no answer.
+        answers: The different answers that the data gives to the same question about any picture.
+        right: The right answer, which is the question's own; empty if the question has no answer.
     """
 
-    tokens: list[list[int]]
+    answers: list[list[int]]
     right: list[int]
 
 
 def find_choices(processor: Any, questions: Sequence[Question], question: Question) -> Choices:
-    """The right answer to a question, and all answers to the questions that ask the same about another picture."""
-    same_questions = [other for other in questions if other.texts == question.texts]
-    answers = sorted({other.answer for other in same_questions if other.answer})
-    tokens = [answer_ids(processor, question.prompt, answer) for answer in answers]
-    right = tokens[answers.index(question.answer)] if question.answer else []
-    return Choices(tokens, right)
+    """The right answer to a question, and all answers that the data gives to the same question about any picture."""
+    texts = set()
+    for other in questions:
+        asks_the_same = other.roles_and_texts == question.roles_and_texts
+        if asks_the_same and other.answer:
+            texts.add(other.answer)
+
+    ids_by_text = {text: answer_ids(processor, question.prompt, text) for text in sorted(texts)}
+    return Choices(answers=list(ids_by_text.values()), right=ids_by_text.get(question.answer, []))
 
 
 def ask_own_picture(
@@ -266,36 +299,40 @@ def ask_own_picture(
     - `kl`: KL divergence from the model as it is, mean over the tokens of its greedy answer
     - `changed`: 1 if the greedy answer differs from that of the model as it is, otherwise 0
     - `loss`: mean loss of the right answer's tokens; only if the right answer is known
-    - `named`: 1 if the model finds the right answer likelier than all other answers, otherwise 0; only if there are
-      other answers
+    - `named`: 1 if the model finds the right answer likelier than all other choices, otherwise 0; only if there are
+      other choices
     """
     inputs = prepare_inputs(model, processor, question.prompt)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
 
     prompt_length = len(is_image_token)
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
-    greedy = generated[0, prompt_length:].tolist()
-    (as_it_is,) = distributions(model, read_prompt(model, inputs), [greedy])  # [num_tokens, vocab_size]
+    greedy_answer = generated[0, prompt_length:].tolist()
+    # Log-probabilities of the vocabulary at each token of the greedy answer, `(num_tokens, vocab_size)`.
+    (log_probs_as_it_is,) = distributions(model, read_prompt(model, inputs), [greedy_answer])
 
     scores_by_dose = []
     for dose in doses:
         with scaled(model, is_image_token, dose):
             prompt = read_prompt(model, inputs)
 
-        # The greedy and the right answer are scored in one pass. Without a right answer, the greedy answer is scored
-        # twice.
-        at_greedy, at_right = distributions(model, prompt, [greedy, choices.right or greedy])
-        divergences = (as_it_is.exp() * (as_it_is - at_greedy)).sum(dim=-1)  # [num_tokens]
-        likeliest_tokens = at_greedy.argmax(dim=-1).tolist()
+        # The greedy and the right answer are scored in one pass, which sees the multiplied tokens through the cache.
+        answers = [greedy_answer]
+        if choices.right:
+            answers.append(choices.right)
+        log_probs_by_answer = distributions(model, prompt, answers)
+
+        log_probs_at_dose = log_probs_by_answer[0]
+        likeliest_tokens = log_probs_at_dose.argmax(dim=-1).tolist()
         scores = {
-            "kl": divergences.mean().item(),
-            "changed": float(likeliest_tokens != greedy),
+            "kl": mean_divergence(log_probs_as_it_is, log_probs_at_dose),
+            "changed": float(likeliest_tokens != greedy_answer),
         }
         if choices.right:
-            scores["loss"] = mean_loss(at_right, choices.right)
-        if choices.right and len(choices.tokens) > 1:
-            chosen = likeliest(model, prompt, choices.tokens)
-            scores["named"] = float(choices.tokens[chosen] == choices.right)
+            scores["loss"] = mean_loss(log_probs_by_answer[1], choices.right)
+        if choices.right and len(choices.answers) > 1:
+            chosen = likeliest(model, prompt, choices.answers)
+            scores["named"] = float(choices.answers[chosen] == choices.right)
         scores_by_dose.append(scores)
     return scores_by_dose
 
@@ -303,7 +340,7 @@ def ask_own_picture(
 def ask_other_picture(
     model: PreTrainedModel, processor: Any, messages: list[Message], choices: Choices, doses: Sequence[float]
 ) -> list[Scores]:
-    """Loss of the right answer at each dose, for messages that show a picture that the answer isn't about."""
+    """The score `loss` of the right answer at each dose, for messages that don't show the question's own picture."""
     inputs = prepare_inputs(model, processor, messages)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
 
@@ -316,6 +353,18 @@ def ask_other_picture(
     return scores_by_dose
 
 
+def mean_divergence(log_probabilities: torch.Tensor, other_log_probabilities: torch.Tensor) -> float:
+    """Mean KL divergence, over an answer's tokens, of other distributions from those given first.
+
+    Args:
+        log_probabilities: The vocabulary's log-probabilities at each token, `(num_tokens, vocab_size)`.
+        other_log_probabilities: The other log-probabilities, `(num_tokens, vocab_size)`.
+    """
+    differences = log_probabilities - other_log_probabilities
+    divergences = (log_probabilities.exp() * differences).sum(dim=-1)  # [num_tokens]
+    return divergences.mean().item()
+
+
 def mean_loss(log_probabilities: torch.Tensor, tokens: Sequence[int]) -> float:
     """Mean loss of an answer's tokens.
 
@@ -324,7 +373,9 @@ def mean_loss(log_probabilities: torch.Tensor, tokens: Sequence[int]) -> float:
             `(num_tokens, vocab_size)`.
         tokens: Ids of the answer's tokens.
     """
-    return -log_probabilities[range(len(tokens)), tokens].mean().item()
+    positions = range(len(tokens))
+    log_probability_of_each = log_probabilities[positions, tokens]  # [num_tokens]
+    return -log_probability_of_each.mean().item()
 
 
 def measure_turning(
@@ -355,6 +406,7 @@ def measure_turning(
     by_layer = measure_layers(records)
     # The sweep's figure needs the turning in layer 1 as a measure of its own, without a layer.
     is_turning_in_layer_1 = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
-    layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
-    rows = pd.concat([by_layer, layer_1, measure_attention(records)]).assign(dose=dose, control=OWN_PICTURE)
+    turning_in_layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
+    tables = [by_layer, turning_in_layer_1, measure_attention(records)]
+    rows = pd.concat(tables).assign(dose=dose, control=OWN_PICTURE)
     return pd.concat([rows, tabulate_measured(drifts)])

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 
 
-# Number of token ids that are embedded at a time, which bounds the memory.
+# Number of token ids that are embedded at a time. A limit is needed because the vocabulary's embeddings take memory.
 CHUNK_SIZE = 8192
 
 
@@ -22,18 +22,18 @@ def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
 def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
     """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id.
 
-    The layer is called, and its weight is not read, because some decoders (Gemma) scale the embeddings in the layer.
+    The weight of the layer is not enough, because some decoders, such as Gemma's, scale the embeddings in the layer.
     """
     embedding_layer = model.get_input_embeddings()
-    device = next(embedding_layer.parameters()).device
-    # accelerate leaves an offloaded weight on the meta device, and then takes ids from any device.
+    device = embedding_layer.weight.device
+    # If accelerate has offloaded the weight, it is on the meta device, and the layer takes ids from any device.
     if device.type == "meta":
         device = torch.device("cpu")
 
     token_ids = torch.arange(embedding_layer.num_embeddings, device=device)
     norms = []
     for chunk in token_ids.split(CHUNK_SIZE):
-        batch = chunk[None]  # [1, chunk_size], the shape that decoders pass
+        batch = chunk[None]  # [1, chunk_size], the shape that decoders give to the layer
         embeddings = embedding_layer(batch)[0]  # [chunk_size, hidden_size]
         norms.append(token_norms(embeddings).cpu())
     return torch.cat(norms)

@@ -1,6 +1,6 @@
-"""Finds the parts of a vision-language model that are measured, the same way for every model of transformers."""
+"""Finds the parts of a vision-language model that are measured. All models of transformers are searched in one way."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ PROJECTORS = (
     "language_projection", "aligner", "vision_projection", "projector", "resampler_model", "embed_vision",
     "vision_embed_tokens",
 )  # fmt: skip
-# Names of the groups of layers in a report. A decoder with one or two layers has no thirds.
+# Names of the groups of layers in a report.
 THIRDS = ("first third", "middle third", "last third")
+# The names by number of layers, for decoders with too few layers for thirds.
 FEW_LAYERS = {1: ("only layer",), 2: ("first layer", "last layer")}
 # Number of evenly spread layers whose attention and keys are measured, unless the user names layers.
 NUM_SPREAD = 6
@@ -43,17 +44,17 @@ def find_projector(model: PreTrainedModel) -> nn.Module | None:
         name = path.split(".")[-1]
         if name in PROJECTORS:
             projectors.append((path, module))
-    return outermost(projectors)
+    return outermost_module(projectors)
 
 
-def find_norm(model: PreTrainedModel) -> Any:
-    """The norm at the end of a NormLlava's projector; `None` for other models, and for a projector without a norm."""
-    # Other models may have a module of this name elsewhere: Qwen3-VL's projector begins with its `norm`.
+def find_projector_norm(model: PreTrainedModel) -> Any:
+    """The norm module at the end of a NormLlava's projector; `None` if there is none, and for other models."""
+    # In other models, a projector's `norm` may be somewhere else: Qwen3-VL's projector begins with it.
     if not hasattr(model.config, "projector_norm"):
         return None
 
     norm = getattr(find_projector(model), "norm", None)
-    # A projector without a norm has an `nn.Identity` in the norm's place.
+    # With the option `projector_norm="none"`, an `nn.Identity` is in the norm's place.
     return norm if hasattr(norm, "weight") else None
 
 
@@ -69,7 +70,7 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(getattr(module, "layers", None), nn.ModuleList):
             modules_with_layers.append((path, module))
 
-    decoder: Any = outermost(modules_with_layers)
+    decoder: Any = outermost_module(modules_with_layers)
     if decoder is None:
         raise DiagnosticsError(f"{name} can't be measured: its decoder has no `layers`.")
     if model.config.is_encoder_decoder or decoder.config.is_encoder_decoder:
@@ -77,21 +78,21 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
-def outermost(modules: Iterable[tuple[str, nn.Module]]) -> nn.Module | None:
-    """The module that is nested in the fewest other modules; `None` if there are no modules.
+def outermost_module(modules: Sequence[tuple[str, nn.Module]]) -> nn.Module | None:
+    """The module that is nested in the fewest other modules, the first if there are several; `None` without modules.
 
     Args:
         modules: Pairs of a dotted path and a module, as `named_modules` gives them.
     """
-    by_depth = sorted(modules, key=lambda entry: entry[0].count("."))
-    if not by_depth:
+    if not modules:
         return None
-    _, module = by_depth[0]
+    # Each dot in a path is one level of nesting.
+    _, module = min(modules, key=lambda path_and_module: path_and_module[0].count("."))
     return module
 
 
 def image_token_id(model: PreTrainedModel) -> int:
-    """The id that stands for a picture's features in `input_ids`.
+    """The token id of the image token: `input_ids` has this id at each position that holds a picture's feature.
 
     Raises:
         DiagnosticsError: if the config has no such id.
@@ -104,9 +105,9 @@ def image_token_id(model: PreTrainedModel) -> int:
 
 
 def layer_groups(num_layers: int) -> dict[str, np.ndarray]:
-    """Numbers of a decoder's layers in thirds, by name of the third.
+    """The numbers of the layers in each third of a decoder, by the third's name.
 
-    With one or two layers, each layer is a group of its own.
+    In a decoder with one or two layers, each layer is a group of its own.
     """
     names = FEW_LAYERS.get(num_layers, THIRDS)
     groups = np.array_split(np.arange(num_layers), len(names))
@@ -118,8 +119,8 @@ def choose_layers(num_layers: int, layers: Sequence[int] | None, count: int = NU
 
     Args:
         num_layers: Number of layers of the decoder.
-        layers: Numbers that the user chose; `None` for `count` layers that are evenly spread.
-        count: Number of layers if the user chose none.
+        layers: The layers that the user chose; `None` for evenly spread layers.
+        count: Number of evenly spread layers.
 
     Raises:
         DiagnosticsError: if the decoder lacks a chosen layer.
@@ -136,6 +137,6 @@ def choose_layers(num_layers: int, layers: Sequence[int] | None, count: int = NU
 
 
 def spread_layers(num_layers: int, count: int = NUM_SPREAD) -> list[int]:
-    """Numbers of `count` layers, evenly spread from the first to the last; all layers of a decoder with fewer."""
+    """Numbers of `count` layers, evenly spread from the first to the last; of all layers if there are fewer."""
     evenly_spread = np.linspace(0, num_layers - 1, count).round().astype(int)
     return sorted(set(evenly_spread.tolist()))

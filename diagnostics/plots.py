@@ -1,6 +1,10 @@
-"""The figures of the report and of a run's checkpoints, in one style, as wide as a paper's text."""
+"""The figures of the report and of a run's checkpoints, in one style, as wide as a paper's text.
 
-from collections.abc import Callable, Mapping
+"Fig. 1b" and the like name figures of "The Unseen Bias" (arXiv 2512.08374) that show the same measures.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
@@ -17,23 +21,29 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from diagnostics.scaling import BLANK_PICTURE, OTHER_PICTURE, OWN_PICTURE, UNCHANGED_DOSE
 from diagnostics.table import Summary
+from diagnostics.verdict import get_estimate
 
 
 # The parameters of a function that draws a figure.
 Parameters = ParamSpec("Parameters")
 
 WIDTH = 7.0  # width of a figure in inches
-INK = "#24292f"
-FAINT = "#8c959f"
+# A longer name of a model is cut at its beginning: the names of checkpoints differ at their end.
+MAX_LEGEND_CHARACTERS = 40
+MAX_TITLE_CHARACTERS = 80
+
+INK = "#24292f"  # nearly black, for text and axes
+FAINT = "#8c959f"  # grey, for what a curve is compared with
+# Okabe and Ito's colours, which are safe for colour blindness. Every curve also has its own dash pattern.
 GREEN = "#009e73"
-# Okabe and Ito's colours, which are safe for colour blindness; every line also has its own dash pattern.
 MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
+# Styles of curves, as options of matplotlib's `plot`. A dash pattern is an offset, and the lengths of dashes and gaps.
 DOTTED: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "marker": ""}
-LINES: dict[str, dict[str, Any]] = {
+MODALITY_STYLES: dict[str, dict[str, Any]] = {
     "visual": {"color": MODALITY_COLOURS["visual"]},
     "text": {"color": MODALITY_COLOURS["text"], "linestyle": (0, (5, 1.5)), "marker": "s"},
 }
-MODELS: list[dict[str, Any]] = [
+MODEL_STYLES: list[dict[str, Any]] = [
     {"color": GREEN, "linestyle": "-", "marker": "o"},
     {"color": "#cc79a7", "linestyle": (0, (5, 1.5)), "marker": "s"},
     {"color": "#e69f00", "linestyle": (0, (4, 1.5, 1, 1.5)), "marker": "^"},
@@ -59,14 +69,21 @@ STYLE: Any = {
     "axes.edgecolor": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "text.parse_math": False,  # names and questions may have dollar signs
+    "text.parse_math": False,  # otherwise a `$` in a name or a question would begin a formula
 }
 # Names of all figures that a report can have. Their captions are in the report's template.
 FIGURES = ("overview", "sweep", "layers", "attention_map", "keys", "key_map")
 
 
 class SweepCurve(NamedTuple):
-    """A curve of the sweep's figure: its label, and the measure, modality and control whose numbers it shows."""
+    """A curve of the sweep's figure.
+
+    Attributes:
+        label: The curve's name in the legend.
+        measure: The measure that the curve shows.
+        modality: Modality of the measure; empty if the measure has none.
+        control: The picture that the model was shown.
+    """
 
     label: str
     measure: str
@@ -74,20 +91,20 @@ class SweepCurve(NamedTuple):
     control: str = OWN_PICTURE
 
 
-# The panels of the sweep's figure: title, and curves.
+# The panels of the sweep's figure: the title of each, and its curves.
 RIGHT_ANSWERS = "right answer is likeliest"
 PANELS = {
-    RIGHT_ANSWERS: [SweepCurve("multiplied", "named")],
+    RIGHT_ANSWERS: [SweepCurve("own picture", "named")],
     "loss of the right answer": [
-        SweepCurve("multiplied", "loss"),
-        SweepCurve("a blank", "loss", control=BLANK_PICTURE),
-        SweepCurve("another's", "loss", control=OTHER_PICTURE),
+        SweepCurve("own picture", "loss"),
+        SweepCurve("white picture", "loss", control=BLANK_PICTURE),
+        SweepCurve("another's picture", "loss", control=OTHER_PICTURE),
     ],
-    "KL of the answer to today's": [SweepCurve("multiplied", "kl")],
+    "KL of the answer, from × 1": [SweepCurve("own picture", "kl")],
     "turning, 1 − cosine": [
         SweepCurve("by layer 1", "turning, layer 1", modality="visual"),
-        SweepCurve("of keys, from today's", "keys, turned"),
-        SweepCurve("of values, from today's", "values, turned"),
+        SweepCurve("of keys, from × 1", "keys, turned"),
+        SweepCurve("of values, from × 1", "values, turned"),
     ],
 }
 
@@ -105,7 +122,10 @@ def draw_figures(
     if swept:
         figures["sweep"] = draw_sweep(swept)
 
-    models_with_keys = {name: summary for name, summary in models.items() if summary.look("keys.mmd")}
+    models_with_keys = {}
+    for name, summary in models.items():
+        if summary.look("keys.mmd") is not None:
+            models_with_keys[name] = summary
     if models_with_keys:
         figures["keys"] = draw_keys(models_with_keys)
     return figures
@@ -113,7 +133,7 @@ def draw_figures(
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the path's suffix."""
-    with plt.rc_context({"pdf.fonttype": 42}):  # in a PDF, text can be searched and copied
+    with plt.rc_context({"pdf.fonttype": 42}):  # TrueType, so that text in a PDF can be searched and copied
         figure.savefig(path, dpi=160)
 
 
@@ -127,7 +147,7 @@ def styled(draw: Callable[Parameters, Figure]) -> Callable[Parameters, Figure]:
             for axes in figure.axes:
                 _choose_ticks(axes)
 
-            # The layout is computed once and kept. Otherwise each file that is saved would compute it again.
+            # The layout is computed here and kept. Otherwise it would be computed again for each file that is saved.
             figure.draw_without_rendering()
             figure.set_layout_engine("none")
         # A notebook shows every open figure after a cell, and would show this figure twice.
@@ -137,14 +157,14 @@ def styled(draw: Callable[Parameters, Figure]) -> Callable[Parameters, Figure]:
     return draw_in_style
 
 
-def draw_curve(axes: Axes, summary: pd.DataFrame, x: str = "layer", band: float = 0.18, **style: Any) -> None:
+def draw_curve(axes: Axes, summary: pd.DataFrame, x: str = "layer", band_opacity: float = 0.18, **style: Any) -> None:
     """Draw means as a curve with their intervals as a band.
 
     Args:
         axes: Where to draw.
         summary: A table with columns `mean`, `low` and `high`.
         x: The column of the horizontal axis.
-        band: Opacity of the band.
+        band_opacity: Opacity of the band.
         style: Options of the curve's line.
     """
     if summary["mean"].isna().all():
@@ -154,47 +174,53 @@ def draw_curve(axes: Axes, summary: pd.DataFrame, x: str = "layer", band: float 
     low = summary["low"].astype(float)
     high = summary["high"].astype(float)
     (line,) = axes.plot(position, summary["mean"], **{"marker": "o", **style})
-    axes.fill_between(position, low, high, alpha=band, color=line.get_color(), linewidth=0)
+    axes.fill_between(position, low, high, alpha=band_opacity, color=line.get_color(), linewidth=0)
 
 
 @styled
 def draw_overview(models: Mapping[str, Summary]) -> Figure:
     """A row for each model: norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture.
 
-    If no model's attention was recorded, its column is left out.
+    The column of attention is left out if no model's attention was recorded.
     """
-    has_attention = any(summary.look("attention") for summary in models.values())
+    has_attention = any(summary.look("attention") is not None for summary in models.values())
     figure, rows = _rows_of_axes(models, columns=3 if has_attention else 2)
     for row, summary in zip(rows, models.values(), strict=True):
-        for modality, style in LINES.items():
-            draw_curve(row[0], summary.curve("norm", modality), label=modality, **style)
-            draw_curve(row[1], summary.curve("turning", modality), label=modality, **style)
-        row[0].set(ylabel="norm of tokens", yscale="log")
-        row[1].set(ylabel="turning, 1 − cosine")
-        _mark_level(row[1], 0)
+        norm_axes = row[0]
+        turning_axes = row[1]
+        for modality, style in MODALITY_STYLES.items():
+            draw_curve(norm_axes, summary.curve("norm", modality), label=modality, **style)
+            draw_curve(turning_axes, summary.curve("turning", modality), label=modality, **style)
+        norm_axes.set(ylabel="norm of tokens", yscale="log")
+        turning_axes.set(ylabel="turning, 1 − cosine")
+        _mark_level(turning_axes, 0)
 
         if has_attention:
-            draw_curve(row[2], summary.curve("attention"), label="measured", color=GREEN)
-            draw_curve(row[2], summary.curve("attention_even"), label="uniform", color=FAINT, **DOTTED)
-            row[2].set(ylabel="attention to the picture")
-            _mark_level(row[2], 0)
-    return _with_legends(figure, rows)
+            attention_axes = row[2]
+            draw_curve(attention_axes, summary.curve("attention"), label="measured", color=GREEN)
+            draw_curve(attention_axes, summary.curve("attention_even"), label="uniform", color=FAINT, **DOTTED)
+            attention_axes.set(ylabel="attention to the picture")
+            _mark_level(attention_axes, 0)
+
+    _add_legends(rows)
+    return figure
 
 
 @styled
 def draw_gaps(models: Mapping[str, Summary]) -> Figure:
     """Norm ratio and gap of cosines between image and text tokens by layer, with a curve for each model."""
     figure, (norm_axes, gap_axes) = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
-    for number, (name, summary) in enumerate(models.items()):
-        style = MODELS[number % len(MODELS)]
-        draw_curve(norm_axes, summary.curve("norm_ratio"), label=name[-40:], **style)
-        draw_curve(gap_axes, summary.curve("gap"), label=name[-40:], **style)
+    # With more models than styles, the styles begin again.
+    for style, (name, summary) in zip(itertools.cycle(MODEL_STYLES), models.items()):
+        label = name[-MAX_LEGEND_CHARACTERS:]
+        draw_curve(norm_axes, summary.curve("norm_ratio"), label=label, **style)
+        draw_curve(gap_axes, summary.curve("gap"), label=label, **style)
 
     norm_axes.set(ylabel="norm, image over text", yscale="log", xlabel="layer")
     gap_axes.set(ylabel="cosine, image − text", xlabel="layer")
     _mark_level(norm_axes, 1)
     _mark_level(gap_axes, 0)
-    _with_legend_above(figure, norm_axes)
+    _add_legend_above(figure, norm_axes)
     return figure
 
 
@@ -205,14 +231,16 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
     Dotted curves show the distance between two halves of the pictures, for comparison.
     """
     figure, rows = _rows_of_axes(models, columns=2)
-    for row, summary in zip(rows, models.values(), strict=True):
-        for space, style in (("keys", MODELS[0]), ("values", MODELS[1])):
-            draw_curve(row[0], summary.curve(f"{space}.mmd"), label=space, **style)
-            draw_curve(row[0], summary.curve(f"{space}.mmd_halves"), color=style["color"], **DOTTED)
-            draw_curve(row[1], summary.curve(f"{space}.probe"), label=space, **style)
-        row[0].set_ylabel("MMD²")
-        row[1].set_ylabel("accuracy of a probe")
-    return _with_legends(figure, rows)
+    for (mmd_axes, probe_axes), summary in zip(rows, models.values(), strict=True):
+        for space, style in (("keys", MODEL_STYLES[0]), ("values", MODEL_STYLES[1])):
+            draw_curve(mmd_axes, summary.curve(f"{space}.mmd"), label=space, **style)
+            draw_curve(mmd_axes, summary.curve(f"{space}.mmd_halves"), color=style["color"], **DOTTED)
+            draw_curve(probe_axes, summary.curve(f"{space}.probe"), label=space, **style)
+        mmd_axes.set_ylabel("MMD²")
+        probe_axes.set_ylabel("accuracy of a probe")
+
+    _add_legends(rows)
+    return figure
 
 
 @styled
@@ -222,30 +250,32 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
     Args:
         points: The summary of each checkpoint by step.
     """
-    figure, (over_steps, over_layers) = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
+    figure, (step_axes, layer_axes) = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
 
-    for axes, measure in zip(over_steps, ("at_decoder", "turning"), strict=True):
-        for modality, style in LINES.items():
-            means = pd.DataFrame([summary.look(measure, modality) for summary in points.values()])
-            draw_curve(axes, means.assign(step=list(points)), "step", label=modality, **style)
-    over_steps[0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
-    over_steps[1].set(xlabel="step", ylabel="turning, 1 − cosine")
-    _with_legend_above(figure, over_steps[0])
+    # Above: norm and turning, with a curve for each modality.
+    for axes, measure in zip(step_axes, ("at_decoder", "turning"), strict=True):
+        for modality, style in MODALITY_STYLES.items():
+            estimates = pd.DataFrame([summary.look(measure, modality) for summary in points.values()])
+            draw_curve(axes, estimates.assign(step=list(points)), "step", label=modality, **style)
+    step_axes[0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
+    step_axes[1].set(xlabel="step", ylabel="turning, 1 − cosine")
+    _add_legend_above(figure, step_axes[0])
 
+    # Below: turning of each modality, with a curve for each checkpoint.
     scale = Normalize(min(points), max(points))
     colours = plt.get_cmap("viridis")
-    for axes, modality in zip(over_layers, LINES, strict=True):
+    for axes, modality in zip(layer_axes, MODALITY_STYLES, strict=True):
         for step, summary in points.items():
-            draw_curve(axes, summary.curve("turning", modality), band=0.07, color=colours(scale(step)))
+            draw_curve(axes, summary.curve("turning", modality), band_opacity=0.07, color=colours(scale(step)))
         axes.set(xlabel="layer", ylabel=f"1 − cosine, {modality}")
-        axes.sharey(over_layers[0])
-    figure.colorbar(ScalarMappable(scale, colours), ax=over_layers, label="step", pad=0.02)
+        axes.sharey(layer_axes[0])
+    figure.colorbar(ScalarMappable(scale, colours), ax=layer_axes, label="step", pad=0.02)
     return figure
 
 
 @styled
 def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
-    """A row for each model: what changes with the norm of image tokens, in the `PANELS`.
+    """A row for each model, with the `PANELS`: what changes with the norm of image tokens.
 
     Args:
         models: Summaries by the model's name, then by dose and control.
@@ -253,77 +283,88 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     figure, rows = _rows_of_axes(models, len(PANELS))
     figure.set_size_inches(1.5 * WIDTH, 0.8 + 2.4 * len(models))
     for row, points in zip(rows, models.values(), strict=True):
-        norm, *update_norms = _norms_in_layer_1(points[UNCHANGED_DOSE, OWN_PICTURE])
-        for axes, (title, curves) in zip(row, PANELS.items(), strict=True):
-            for curve, style in zip(curves, MODELS, strict=False):
-                means = _over_norms(points, curve, norm)
-                if not means.empty:
-                    draw_curve(axes, means, "norm", label=curve.label, **style)
+        _draw_panels(row, points)
 
-            _mark_norm(axes, norm, INK)
-            for update_norm in update_norms:
-                _mark_norm(axes, update_norm, FAINT)
-            axes.set(ylabel=title, xlabel="norm over text's", xscale="log")
-            if title == RIGHT_ANSWERS:
-                axes.set_ylim(-0.03, 1.03)
-    return _with_legends(figure, rows)
+    _add_legends(rows)
+    return figure
 
 
-def _norms_in_layer_1(as_it_is: Summary) -> list[float]:
-    """Norm of the image tokens that enter layer 1, and then the norms of what attention and the MLP add to them.
+def _draw_panels(row: Sequence[Axes], points: Mapping[tuple[float, str], Summary]) -> None:
+    """Draw the `PANELS` of one model.
 
-    Norms of what is added are left out if they are not known.
+    Args:
+        row: The axes of each panel.
+        points: Summaries by dose and control.
     """
-    estimates = [as_it_is.look(measure) for measure in ("length", "attention_update", "mlp_update")]
-    return [estimate.mean for estimate in estimates if estimate is not None]
+    as_it_is = points[UNCHANGED_DOSE, OWN_PICTURE]
+    image_norm = get_estimate(as_it_is, "length").mean  # sweep.csv calls the norm of image tokens `length`
+    updates = [as_it_is.look("attention_update"), as_it_is.look("mlp_update")]
+
+    for axes, (title, curves) in zip(row, PANELS.items(), strict=True):
+        for curve, style in zip(curves, MODEL_STYLES, strict=False):  # there are more styles than curves
+            estimates = _estimates_by_norm(points, curve, image_norm)
+            if not estimates.empty:
+                draw_curve(axes, estimates, "norm", label=curve.label, **style)
+
+        _mark_norm(axes, image_norm, INK)
+        for update in updates:
+            if update is not None:
+                _mark_norm(axes, update.mean, FAINT)
+        axes.set(ylabel=title, xlabel="norm over text's", xscale="log")
+        if title == RIGHT_ANSWERS:
+            axes.set_ylim(-0.03, 1.03)  # a share, with room for curves at 0 and 1
 
 
-def _over_norms(points: Mapping[tuple[float, str], Summary], curve: SweepCurve, norm: float) -> pd.DataFrame:
-    """The estimates of a curve, with a column `norm`: the norm of image tokens at each dose, in increasing order.
+def _estimates_by_norm(
+    points: Mapping[tuple[float, str], Summary], curve: SweepCurve, image_norm: float
+) -> pd.DataFrame:
+    """The estimates of a curve at each dose, with a column `norm`: the norm of image tokens at this dose, ascending.
 
     Args:
         points: Summaries by dose and control.
         curve: The curve.
-        norm: Norm of image tokens in the model as it is.
+        image_norm: Norm of image tokens in the model as it is.
     """
     rows = []
     for (dose, control), summary in sorted(points.items()):
         estimate = summary.look(curve.measure, curve.modality)
         if control == curve.control and estimate is not None:
-            rows.append({"norm": dose * norm, **estimate._asdict()})
+            rows.append({"norm": dose * image_norm, **estimate._asdict()})
     return pd.DataFrame(rows)
 
 
 def _mark_norm(axes: Axes, norm: float, colour: str) -> None:
+    """Draw a thin vertical line at a norm."""
     axes.axvline(norm, color=colour, linewidth=0.6, linestyle=":", zorder=0)
 
 
 def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
-    """A figure with a row of axes for each name. The horizontal axes are layers."""
+    """A figure with a row of axes for each name, which is the row's title. The horizontal axes are layers."""
     size = (WIDTH, 0.6 + 1.8 * len(names))
     figure, rows = plt.subplots(len(names), columns, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(rows, names, strict=True):
-        _set_title(row[0], name[-80:])
+        _set_title(row[0], name[-MAX_TITLE_CHARACTERS:])
         row[0].margins(x=0.02)
     for axes in rows[-1]:
         axes.set_xlabel("layer")
     return figure, rows
 
 
-def _with_legends(figure: Figure, rows: np.ndarray) -> Figure:
-    """Put a legend below each column, where it covers no curve, and return the figure."""
+def _add_legends(rows: np.ndarray) -> None:
+    """Put a legend below the lowest axes of each column, where it covers no curve."""
     for axes in rows[-1]:
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28))
-    return figure
+        handles, _ = axes.get_legend_handles_labels()
+        if handles:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28))  # below the label of the horizontal axis
 
 
-def _with_legend_above(figure: Figure, axes: Axes) -> None:
+def _add_legend_above(figure: Figure, axes: Axes) -> None:
+    """Put the legend of some axes above the figure."""
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, handlelength=3)
 
 
 def _mark_level(axes: Axes, level: float) -> None:
-    """Draw a thin horizontal line at `level`, the value that means no effect."""
+    """Draw a thin horizontal line at `level`, the value that means no turning, no attention or no difference."""
     if axes.has_data():
         axes.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
 
@@ -331,8 +372,8 @@ def _mark_level(axes: Axes, level: float) -> None:
 def _set_title(axes: Axes, title: str) -> None:
     """Set a title that begins at the left corner and may be wider than the axes.
 
-    For a wide title, the layout would shrink the axes. So the title is empty and reserves only the height, and an
-    annotation that the layout ignores shows the text.
+    The layout shrinks axes whose title is wider than they are. So the axes get an empty title, which only reserves the
+    height, and the text is shown by an annotation that the layout ignores.
     """
     axes.set_title(" ")
     annotation = axes.annotate(
@@ -348,14 +389,15 @@ def _set_title(axes: Axes, title: str) -> None:
 
 
 def _choose_ticks(axes: Axes) -> None:
-    """Set the ticks: integers on horizontal axes, which mostly are layers, and a few round numbers on log axes."""
-    if axes.lines:
+    """Set ticks at integers on horizontal axes, which mostly are layers, and at a few round numbers on log axes."""
+    if axes.lines:  # a colour bar and a picture have none
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _choose_log_ticks(axes.xaxis, *axes.get_xlim())
     _choose_log_ticks(axes.yaxis, *axes.get_ylim())
 
 
 def _choose_log_ticks(axis: Axis, low: float, high: float) -> None:
+    """Set a few ticks at round numbers if the scale is logarithmic. The axis goes from `low` to `high`."""
     if axis.get_scale() != "log":
         return
 

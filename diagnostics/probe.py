@@ -1,4 +1,4 @@
-"""Records one forward pass of a vision-language model with hooks; the measures are computed from the record.
+"""Records one forward pass of a vision-language model with hooks. The measures are computed from the record.
 
 Recording works for every model of transformers whose parts `diagnostics.parts` finds, and doesn't change a bit of the
 logits. Hidden states are not kept: the hooks reduce them to a few float32 numbers per token. Attention is kept for
@@ -19,7 +19,7 @@ from diagnostics.attention_call import AttentionCalls
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
-from diagnostics.tokens import Inputs, Tokens, find_newlines, find_sinks
+from diagnostics.tokens import Inputs, Tokens, exclude_newlines, find_sinks
 
 
 # Maximum number of queries per sample whose attention is kept.
@@ -34,19 +34,24 @@ TINY = 1e-30
 class Record:
     """Results of one forward pass over one sample of length `S`, with `L` decoder layers.
 
+    In `attention`, `visible`, `keys` and `values`, a layer that was not recorded is missing.
+
     Attributes:
-        input_ids: `(S,)`.
+        input_ids: Token ids of the sample, `(S,)`.
         tokens: Type of each position; sinks are excluded.
         tokens_with_sinks: Type of each position, where sinks still count as image or text tokens.
         interface: Norms of the tokens, `(num_tokens,)`, at each of the `PLACES_BEFORE_DECODER` that the model has.
         layer_norms: L2 norm of each layer's input, and then of the last layer's output before the decoder's final
             norm module, `(L + 1, S)`.
-        cosines: Between a layer's input and output, `(L, S)`.
-        update_ratios: Norm of a layer's residual update over the norm of its input, `(L, S)`.
-        update_cosines: Between a layer's input and its residual update, `(L, S)`.
-        attention, visible, keys, values: By layer, as in [`AttentionCalls`]. A layer that was not recorded is missing.
-        queries: Positions of the queries of `attention`, `(num_queries,)`.
-        key_positions: Positions of the keys and values, `(num_kept,)`.
+        cosines: Cosine of each layer's input and output, `(L, S)`.
+        update_ratios: Norm of each layer's residual update over the norm of its input, `(L, S)`.
+        update_cosines: Cosine of each layer's input and residual update, `(L, S)`.
+        attention: By layer, attention probabilities of the queries, `(num_heads, num_queries, S)`.
+        visible: By layer, mask of the keys that each query sees, `(num_queries, S)`.
+        keys: By layer, keys before rotary embedding, `(num_key_value_heads, num_kept, head_dim)`.
+        values: By layer, values as attention gets them, `(num_key_value_heads, num_kept, value_head_dim)`.
+        queries: Positions of the queries in `attention` and `visible`, `(num_queries,)`.
+        key_positions: Positions of the tokens in `keys` and `values`, `(num_kept,)`.
         notes: What could not be recorded, and why.
     """
 
@@ -77,7 +82,7 @@ class Probe:
     Args:
         model: The model. Attention is recorded if its decoder runs with `attn_implementation="sdpa"`.
         inputs: What the model's processor returns for one sample, `input_ids` of shape `(1, S)`.
-        tokens: Type of each position, as far as the inputs tell: see [`~diagnostics.tokens.classify_sample`].
+        tokens: Type of each position, as [`~diagnostics.tokens.classify_sample`] finds it from the inputs alone.
         layers: Layers whose attention, keys and values are kept; all by default.
         key_positions: Positions in the sample whose keys and values are kept, `(num_kept,)`; all by default.
     """
@@ -99,18 +104,18 @@ class Probe:
         self._key_positions = torch.arange(self._length) if key_positions is None else key_positions
         self._hooks = ExitStack()
         self._interface: dict[str, torch.Tensor] = {}
-        # By layer, what `describe_turn` returns.
+        # What `describe_turn` returns for each layer, by the layer's number.
         self._turns: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> Self:
         decoder = find_decoder(self._model)
 
-        interface_hooks = InterfaceHooks(self._model, self._see_interface)
+        interface_hooks = InterfaceHooks(self._model, self._record_place)
         self._notes = self._hooks.enter_context(interface_hooks).notes
 
         chosen_layers = {}
         for number, layer in enumerate(decoder.layers):
-            handle = layer.register_forward_hook(partial(self._see_layer, number), with_kwargs=True)
+            handle = layer.register_forward_hook(partial(self._record_layer, number), with_kwargs=True)
             self._hooks.callback(handle.remove)
             if self._layers is None or number in self._layers:
                 chosen_layers[number] = layer
@@ -129,27 +134,38 @@ class Probe:
         self._hooks.close()
 
     @torch.no_grad()
-    def _see_interface(self, place: str, features: torch.Tensor) -> None:
+    def _record_place(self, place: str, features: torch.Tensor) -> None:
+        """Record the norms of the features at a place before the decoder. At the decoder, exclude newline features."""
         if place == "decoder":
-            self._check_entrance(features)
-            self._tokens = find_newlines(self._model, features[0], self._tokens)
-        elif place in PLACES_BEFORE_DECODER:
-            if place == "encoder_output":
-                features = self._without_padding(features)
-            # A model that encodes the tiles of a picture one by one reaches a place once for each tile.
-            norms_so_far = self._interface.get(place, torch.empty(0))
-            norms = token_norms(features).flatten().cpu()
-            self._interface[place] = torch.cat([norms_so_far, norms])
+            self._check_decoder_input(features)
+            self._tokens = exclude_newlines(self._model, features[0], self._tokens)
+            return
+        if place not in PLACES_BEFORE_DECODER:
+            return
+
+        if place == "encoder_output":
+            features = self._without_padding(features)
+        norms = token_norms(features).flatten().cpu()
+        # A model that encodes the tiles of a picture one by one reaches a place once for each tile.
+        norms_of_earlier_tiles = self._interface.get(place, torch.empty(0))
+        self._interface[place] = torch.cat([norms_of_earlier_tiles, norms])
 
     def _without_padding(self, features: torch.Tensor) -> torch.Tensor:
         """The encoder's features, without the features of patches that only pad a tile (LFM2-VL)."""
         is_real_patch = self._inputs.get("pixel_attention_mask")
-        if is_real_patch is None or is_real_patch.shape != features.shape[:-1]:
+        if is_real_patch is None:
+            return features
+        # In other families the mask is one of pixels, and doesn't have the shape of the features.
+        if is_real_patch.shape != features.shape[:-1]:
             return features
         return features[is_real_patch.bool().to(features.device)]
 
-    def _check_entrance(self, embeddings: torch.Tensor) -> None:
-        """Check that the decoder's input has shape `(1, S, hidden_size)` and holds a picture's features."""
+    def _check_decoder_input(self, embeddings: torch.Tensor) -> None:
+        """Check that the decoder's input has shape `(1, S, hidden_size)` and holds a picture's features.
+
+        Raises:
+            DiagnosticsError: if it doesn't.
+        """
         name = type(self._model).__name__
         if embeddings.shape[:-1] != (1, self._length):
             raise DiagnosticsError(
@@ -167,11 +183,14 @@ class Probe:
             )
 
     @torch.no_grad()
-    def _see_layer(self, number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _record_layer(self, number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record how a layer, the decoder's layer `number`, turns each token. This is a forward hook of the layer."""
         before = args[0] if args else kwargs["hidden_states"]
         after = output if isinstance(output, torch.Tensor) else output[0]
-        turn = describe_turn(before[0].to(after.device, torch.float32), after[0].float())
-        self._turns[number] = turn.cpu()
+        # Where a model is spread over devices, a layer may get its input from another device.
+        before_layer = before[0].to(after.device, torch.float32)  # [S, hidden_size]
+        after_layer = after[0].float()  # [S, hidden_size]
+        self._turns[number] = describe_turn(before_layer, after_layer).cpu()
 
     def record(self) -> Record:
         """The record of the forward pass.
@@ -180,18 +199,20 @@ class Probe:
             DiagnosticsError: if the hidden states overflowed.
         """
         turns = torch.stack([self._turns[number] for number in sorted(self._turns)], dim=1)  # [5, L, S]
-        norms_before, norms_after, cosines, update_ratios, update_cosines = turns
+        norms_before, norms_after, cosines, update_ratios, update_cosines = turns  # [L, S] each
         layer_norms = torch.cat([norms_before, norms_after[-1:]])  # [L + 1, S]
 
         tokens_with_sinks = self._tokens
-        if not layer_norms[:, tokens_with_sinks.visual | tokens_with_sinks.text].isfinite().all():
+        is_compared = tokens_with_sinks.visual | tokens_with_sinks.text
+        if not layer_norms[:, is_compared].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
             )
 
+        is_sink = find_sinks(layer_norms, tokens_with_sinks)
         return Record(
             input_ids=self._inputs["input_ids"][0].cpu(),
-            tokens=tokens_with_sinks.exclude("sink", find_sinks(layer_norms, tokens_with_sinks)),
+            tokens=tokens_with_sinks.exclude("sink", is_sink),
             tokens_with_sinks=tokens_with_sinks,
             interface=self._interface,
             layer_norms=layer_norms,
@@ -209,7 +230,7 @@ class Probe:
 
 
 def describe_turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Five numbers for each token that say what a layer does to it.
+    """Five numbers for each token that say how a layer changes its hidden state.
 
     Args:
         before: The layer's input, `(S, hidden_size)`, float32.
@@ -236,11 +257,11 @@ def choose_queries(tokens: Tokens) -> torch.Tensor:
     These are the last ordinary text tokens after the last picture, at most `MAX_QUERIES` - 1 of them, and the last
     token of the prompt, from which the model predicts the answer's first token.
     """
-    attended = (~tokens.excluded["padding"]).nonzero()[:, 0]
+    prompt = (~tokens.excluded["padding"]).nonzero()[:, 0]  # positions, [num_prompt_tokens]
     last_image_token = tokens.visual.nonzero()[-1, 0]
-    is_question = (attended > last_image_token) & tokens.text[attended]
+    is_question = (prompt > last_image_token) & tokens.text[prompt]
+    question = prompt[is_question]
 
-    question = attended[is_question][-(MAX_QUERIES - 1) :]
-    last_of_prompt = attended[-1:]
-    # The prompt's last token may also be the question's last token. `unique` keeps it once.
-    return torch.unique(torch.cat([question, last_of_prompt]))
+    queries = torch.cat([question[-(MAX_QUERIES - 1) :], prompt[-1:]])
+    # The prompt's last token may also be the question's last token, and is kept once. `unique` also sorts.
+    return torch.unique(queries)

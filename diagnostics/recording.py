@@ -22,13 +22,13 @@ def record_questions(
 ) -> list[Record]:
     """A record of each question up to where its answer begins.
 
-    The model runs in eval mode, and is in its own mode again afterwards. Its head is not run, because nothing after
-    the decoder is measured.
+    The model runs in eval mode, and is in its own mode again afterwards. Its language model head is not run, because
+    nothing after the decoder is measured.
 
     Args:
         model: The model.
         processor: The model's processor.
-        questions: What the model is asked.
+        questions: The questions that the model is asked.
         layers: Layers whose attention, keys and values are recorded.
         title: Text of the progress bar; if it is empty, there is no progress bar.
 
@@ -36,6 +36,7 @@ def record_questions(
         DiagnosticsError: if a question can't be measured; the message names it.
     """
     ids = token_ids(model, processor)
+    # All records together keep the keys of about `MAX_TOKENS` tokens of each modality.
     num_kept = max(1, MAX_TOKENS // len(questions))
 
     records = []
@@ -56,10 +57,10 @@ def record_question(
     ids: TokenIds,
     num_kept: int,
 ) -> Record:
-    """A record of one question, with keys and values of at most `num_kept` tokens of each modality."""
+    """A record of one question, with the keys and values of at most `num_kept` tokens of each modality."""
     inputs = prepare_inputs(model, processor, question.prompt)
     tokens = classify_sample(inputs, ids)
-    key_positions = draw_positions(tokens, question.picture, num_kept)
+    key_positions = draw_positions(tokens, question.fingerprint, num_kept)
     with Probe(model, inputs, tokens, layers, key_positions) as probe:
         model.base_model(**inputs)
     return probe.record()
@@ -68,6 +69,7 @@ def record_question(
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Hold the model in eval mode. Afterwards each of its modules is in its own mode again."""
+    # `model.train()` would also change the modules that were in eval mode before.
     training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -97,7 +99,7 @@ def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Messag
 def _process(processor: Any, messages: list[Message]) -> Any:
     """What the processor returns for the messages.
 
-    If there is no chat template, each text and each picture of the messages gets a line of its own.
+    If the processor has no chat template, each text and each picture of the messages gets a line of its own.
     """
     if getattr(processor, "chat_template", None):
         return processor.apply_chat_template(

@@ -17,6 +17,7 @@ from diagnostics.tokens import SINK_FACTOR
 from diagnostics.verdict import LARGER, SMALLER, SMALLEST, judge_sweep
 
 
+# Title of the column with the difference of two models.
 DIFFERENCE = "difference (second − first)"
 
 
@@ -33,17 +34,19 @@ class Chapter(NamedTuple):
 
 
 KEYS_AND_VALUES = "Keys and values"
-# This chapter has the measures whose names fit no other chapter.
+# The chapter of measures whose names have none of the prefixes of the other chapters.
 OTHER_MEASURES = "Other measures"
+# The chapters by title, in the order of the page.
 CHAPTERS = {
     "Norms up to the decoder": Chapter(
-        (), ("encoder_output", "projector_", "at_decoder", "in_prompt", "vocabulary", "ratio")
+        figures=(),
+        measures=("encoder_output", "projector_", "at_decoder", "in_prompt", "vocabulary", "ratio"),
     ),
-    "Norm and turning by layer": Chapter(("layers",), ("norm", "turning", "gap", "update_")),
-    "The norm after the projector": Chapter((), ("gain_", "bias_")),
-    "Attention to the picture": Chapter(("attention_map",), ("attention",)),
-    KEYS_AND_VALUES: Chapter(("keys", "key_map"), ("keys.", "values.")),
-    OTHER_MEASURES: Chapter((), ()),
+    "Norm and turning by layer": Chapter(figures=("layers",), measures=("norm", "turning", "gap", "update_")),
+    "The norm after the projector": Chapter(figures=(), measures=("gain_", "bias_")),
+    "Attention to the picture": Chapter(figures=("attention_map",), measures=("attention",)),
+    KEYS_AND_VALUES: Chapter(figures=("keys", "key_map"), measures=("keys.", "values.")),
+    OTHER_MEASURES: Chapter(figures=(), measures=()),
 }
 
 
@@ -58,10 +61,10 @@ class ModelReport:
         num_layers: Number of the decoder's layers.
         hidden_size: Width of the decoder.
         num_pictures: Number of pictures, each with a question.
-        num_tokens: Number of tokens by modality.
-        excluded: Number of excluded tokens by reason.
+        num_tokens: Number of image tokens and of text tokens, by modality.
+        excluded: Number of excluded tokens, by the reason why they are excluded.
         notes: What could not be recorded, and why.
-        summary: The results, with means over pictures.
+        summary: The results, as means over pictures.
         sweep: Results of the sweep, in sentences; empty without a sweep.
         weights: Fingerprint of the weights; `None` if they are not in a local folder.
     """
@@ -82,7 +85,7 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `report.json` holds: which models were measured, and on what.
+    """The content of `report.json`: the models that were measured, their results, and the data.
 
     Attributes:
         command: Command that made the report.
@@ -102,9 +105,12 @@ class Report:
 
 
 def measured_on(report: Report) -> str:
-    """One line on the number of models and on the data."""
+    """One line that says how many models were measured, and on what data."""
     num_pictures = report.models[0].num_pictures
-    intervals = "95% intervals over pictures are in brackets" if num_pictures > 1 else "one gives no intervals"
+    if num_pictures > 1:
+        intervals = "95% intervals over pictures are in brackets"
+    else:
+        intervals = "a single picture gives no intervals"
     pictures = f"pictures with a question each: {num_pictures} ({report.data})"
     return f"Models: {len(report.models)}; {pictures}; {intervals}."
 
@@ -117,13 +123,17 @@ def sentences(model: ModelReport) -> list[str]:
 
 
 def compare_turning(gap: Estimate | None) -> str:
-    """How image tokens turn compared with text tokens, by the gap between the cosines of image and of text tokens.
+    """How image tokens turn compared with text tokens, in words.
 
-    The two differ if the gap's whole interval is on one side of 0. A larger cosine means slower turning.
+    Args:
+        gap: Cosine of image tokens minus cosine of text tokens. A larger cosine means slower turning, and the two
+            differ if the gap's whole interval is on one side of 0.
     """
-    if gap is not None and gap.low > 0:
+    if gap is None:
+        return "no clear difference"
+    if gap.low > 0:
         return "more slowly"
-    if gap is not None and gap.high < 0:
+    if gap.high < 0:
         return "faster"
     return "no clear difference"
 
@@ -135,7 +145,7 @@ def tell_sweep(rows: pd.DataFrame) -> list[str]:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A number with three significant digits, from 1,000 on as an integer; a dash for a missing value."""
+    """A number with a few significant digits, from 1,000 on as an integer; a dash for NaN, a missing value."""
     if math.isnan(value):
         return "–"
     rounded = f"{value:.{digits}g}"
@@ -150,21 +160,27 @@ def with_minus(text: str) -> str:
 
 
 def with_interval(estimate: Estimate) -> str:
-    """A mean with its 95% interval, rounded to two significant digits of the interval's width."""
+    """A mean with its 95% interval, as in "1.51 (1.42 to 1.60)".
+
+    All three numbers are rounded to two significant digits of the interval's width. Without an interval, only the mean
+    is shown.
+    """
     width = estimate.high - estimate.low
     if not math.isfinite(width):
         return format_number(estimate.mean)
 
     if width == 0:
-        return f"{format_number(estimate.mean, 5)} (± 0)"
+        return f"{format_number(estimate.mean, digits=5)} (± 0)"
 
-    # Both ends of a very narrow interval would look the same up to many digits, so half of its width is shown. The
-    # mean has as many digits as that needs, but no more than float32 holds.
+    # The ends of a very narrow interval would only differ after many digits, so half of its width is shown instead, as
+    # in "1.13277 (± 4e-05)". The mean is shown down to the second digit of the width, but with no more than the 8
+    # significant digits that float32 holds.
     largest = max(abs(estimate.mean), abs(estimate.low), abs(estimate.high))
     if width <= 1e-4 * largest:
         digits = min(8, 1 - math.floor(math.log10(width / largest)))
         return f"{format_number(estimate.mean, digits)} (± {width / 2:.1g})"
 
+    # For a width of 0.18 these are two decimals, for 18 none.
     decimals = max(0, 1 - math.floor(math.log10(width)))
     mean = _format_decimals(estimate.mean, decimals)
     low = _format_decimals(estimate.low, decimals)
@@ -173,12 +189,13 @@ def with_interval(estimate: Estimate) -> str:
 
 
 def _format_decimals(value: float, decimals: int) -> str:
+    """A number with this many decimals."""
     rounded = round(value, decimals) + 0.0  # adding 0.0 turns -0.0 to 0.0
     return with_minus(f"{rounded:,.{decimals}f}")
 
 
 def describe_change(change: Estimate) -> str:
-    """A change with its interval, or in words if no picture changes."""
+    """A change with its interval, or "nothing" if it is 0 for all pictures."""
     if change.low == 0 and change.high == 0:
         return "nothing (all pictures agree)"
     return with_interval(change)
@@ -198,27 +215,33 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     if len(models) == 2:
         frames[DIFFERENCE] = paired_difference(models[0].name, models[1].name, rows)
 
-    # For each measure and modality, the text in each column.
-    texts_of_rows: dict[tuple[str, str], dict[str, str]] = {}
-    for column, frame in frames.items():
-        for row in frame[frame["layer"].isna()].itertuples():
-            texts = texts_of_rows.setdefault((row.measure, row.modality), {})
-            texts[column] = with_interval(Estimate(row.mean, row.low, row.high))
-
     # What a column shows for a measure that it has no value of.
-    without_value = {column: "" if column == DIFFERENCE else "–" for column in frames}
-    tables: dict[str, dict[str, dict[str, str]]] = {title: {} for title in CHAPTERS}
-    for (measure, modality), texts in texts_of_rows.items():
-        label = measure.replace("_", " ").replace(".", ": ")
-        if modality:
-            label = f"{label}, {modality}"
-        tables[find_chapter(measure)][label] = without_value | texts
+    without_value = dict.fromkeys(frames, "–")
+    if DIFFERENCE in frames:
+        without_value[DIFFERENCE] = ""
 
-    return {
-        title: pd.DataFrame.from_dict(table, orient="index", columns=list(frames))
-        for title, table in tables.items()
-        if table
-    }
+    # For each chapter, the rows by label; for each row, the text by column.
+    texts: dict[str, dict[str, dict[str, str]]] = {title: {} for title in CHAPTERS}
+    for column, frame in frames.items():
+        without_layer = frame[frame["layer"].isna()]
+        for row in without_layer.itertuples():
+            texts_of_chapter = texts[find_chapter(row.measure)]
+            texts_of_row = texts_of_chapter.setdefault(row_label(row.measure, row.modality), without_value.copy())
+            texts_of_row[column] = with_interval(Estimate(row.mean, row.low, row.high))
+
+    tables = {}
+    for title, texts_of_chapter in texts.items():
+        if texts_of_chapter:
+            tables[title] = pd.DataFrame.from_dict(texts_of_chapter, orient="index", columns=list(frames))
+    return tables
+
+
+def row_label(measure: str, modality: str) -> str:
+    """The label of a row: for "keys.mmd_halves" it is "keys: mmd halves"."""
+    label = measure.replace("_", " ").replace(".", ": ")
+    if modality:
+        return f"{label}, {modality}"
+    return label
 
 
 def paired_difference(first: str, second: str, rows: pd.DataFrame) -> pd.DataFrame:
@@ -252,9 +275,11 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
         rows: The rows of all models, with a column `model`.
         figures: Folder with the figures as PNG files, called by their names in `FIGURES`. A figure may be missing.
     """
+    # The page itself holds the figures, as base64 text.
     images = {path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures.glob("*.png")}
     tables = make_tables(report.models, rows)
-    return _template("report.html.jinja").render(
+    # The page's definitions of measures name constants of the modules `keys`, `divergence` and `key_map`.
+    return _load_template("report.html.jinja").render(
         report=report,
         measured_on=measured_on(report),
         sentences={model.name: sentences(model) for model in report.models},
@@ -270,14 +295,16 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
 
 
 def _render_lines(name: str, **values: object) -> list[str]:
-    """Render a template, and return the lines that aren't empty."""
-    lines = _template(name).render(values).splitlines()
+    """The lines of a rendered template that aren't empty."""
+    lines = _load_template(name).render(values).splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
-def _template(name: str) -> Template:
+def _load_template(name: str) -> Template:
+    """A template of this folder, with the filters that show numbers."""
     folder = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=folder, autoescape=name.endswith("html.jinja"), trim_blocks=True)
+    is_html = name.endswith("html.jinja")
+    environment = Environment(loader=folder, autoescape=is_html, trim_blocks=True)
     environment.filters["change"] = describe_change
     environment.filters["interval"] = with_interval
     environment.filters["number"] = format_number

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from diagnostics.hooks import InterfaceHooks
 
 
-# Factors by which a sweep multiplies the image tokens. The first factor leaves the model as it is.
+# Doses are the factors by which a sweep multiplies the image tokens. The first dose leaves the model as it is.
 UNCHANGED_DOSE = 1.0
 DOSES = (UNCHANGED_DOSE, 0.03, 0.1, 0.3, 3.0, 10.0, 30.0)
-# Values of a sweep's column `control`, which says what picture the question was asked about.
+# Values of the column `control` of a sweep: the picture that the question was asked about.
 OWN_PICTURE = ""  # the question's own picture
 BLANK_PICTURE = "blank"  # a white picture
 OTHER_PICTURE = "another's"  # another question's picture
@@ -22,9 +22,9 @@ OTHER_PICTURE = "another's"  # another question's picture
 def scaled(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -> Iterator[None]:
     """Multiply a sample's image tokens by `scale` where they enter the decoder's first layer.
 
-    Only forward passes over exactly `S` tokens are changed. Passes over tokens that the model generates after the
-    sample see the scaled tokens through the cache. A pass over any other `S` tokens must come after the context. At a
-    scale of 1 nothing changes, bit for bit.
+    Every forward pass over exactly `S` tokens is changed, so no pass over another sample of this length may run inside
+    the context. Passes over the tokens that the model generates after the sample see the scaled tokens through the
+    cache. At a scale of 1 nothing changes, bit for bit.
 
     Args:
         model: The model. Its hooks are removed when the context is left.
@@ -34,8 +34,10 @@ def scaled(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -
     mask = is_image_token.reshape(-1, 1)  # [S, 1]
 
     def multiply(place: str, states: torch.Tensor) -> torch.Tensor | None:
-        is_other_pass = states.shape[1] != len(mask)
-        if place != "decoder" or is_other_pass or scale == 1:
+        if place != "decoder" or scale == 1:
+            return None
+        num_tokens = states.shape[1]
+        if num_tokens != len(mask):
             return None
         return torch.where(mask.to(states.device), states * scale, states)
 

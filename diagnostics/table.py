@@ -17,17 +17,18 @@ from scipy.special import stdtrit
 from diagnostics.parts import layer_groups
 
 
+# An interval holds the true mean with this probability.
 LEVEL = 0.95
-# `modality` is "visual", "text" or empty. A row with a number in `picture` holds the value of that picture. A measure
-# that is no mean over pictures has a row without a picture, which holds the value over all pictures; its other rows
-# hold the pseudo-value of each picture.
+# `modality` is "visual", "text" or empty. A row with a number in `picture` holds the value of this picture. A measure
+# that is no mean over pictures has a row without a picture, which holds the value over all pictures, and its other
+# rows hold the pseudo-value of each picture.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
-# Measures by layer whose means over each third of the layers are reported too.
+# Measures by layer that are also reported as means over each third of the layers.
 BY_THIRD = ("gap", "norm_ratio", "turning")
 
 
 class Estimate(NamedTuple):
-    """A mean over pictures with both ends of its interval, which are NaN if there is no interval."""
+    """A mean over pictures with the ends of its interval, `low` and `high`, which are NaN if there is no interval."""
 
     mean: float
     low: float = float("nan")
@@ -36,7 +37,11 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What [`summarize_rows`] returns for one model, as a list of dictionaries that can be saved as JSON."""
+    """What [`summarize_rows`] returns for one model, as a list of dictionaries that can be saved as JSON.
+
+    Attributes:
+        rows: A dictionary for each measure, modality and layer, with these as keys, and `mean`, `low`, `high` and `n`.
+    """
 
     rows: list[dict[str, Any]]
 
@@ -56,7 +61,7 @@ class Summary:
         )
 
     def look(self, measure: str, modality: str = "") -> Estimate | None:
-        """The estimate of a measure, for a measure by layer its mean over layers; `None` if it was not measured."""
+        """The estimate of a measure, or of its mean over layers if it is by layer; `None` if it was not measured."""
         chosen = self._choose(measure, modality)
         without_layer = chosen[chosen["layer"].isna()]
         if without_layer.empty:
@@ -96,7 +101,7 @@ def make_rows(
         layers: Layer numbers of a measure by layer.
         whole: The value over all pictures, a number or `(num_layers,)`, of a measure that is no mean over pictures.
     """
-    # A measure that has no layers is handled as one with a single layer, whose number is missing.
+    # A measure without layers is written as a measure of a single layer whose number is missing.
     layer_numbers: list[Any] = [pd.NA] if layers is None else list(layers)
 
     table = np.reshape(np.asarray(values, dtype=float), (-1, len(layer_numbers)))  # [num_pictures, num_layers]
@@ -106,6 +111,7 @@ def make_rows(
         table = np.concatenate([over_pictures, table])
         picture_numbers = [pd.NA, *picture_numbers]
 
+    # The table becomes one column of values: all layers of the first row, then all layers of the next, and so on.
     columns = {
         "measure": measure,
         "modality": modality,
@@ -119,41 +125,48 @@ def make_rows(
 def ratio_rows(
     measure: str, numerator: np.ndarray, denominator: np.ndarray, layers: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """Rows of the ratio of two means over pictures, `(num_pictures,)` or `(num_pictures, num_layers)` each."""
+    """Rows of the ratio of two means over pictures.
+
+    Args:
+        measure: The measure's name.
+        numerator: The values of each picture, `(num_pictures,)` or `(num_pictures, num_layers)`.
+        denominator: As `numerator`.
+        layers: As in [`make_rows`].
+    """
     numerator_sum = numerator.sum(axis=0)
     denominator_sum = denominator.sum(axis=0)
     whole = numerator_sum / denominator_sum
-    with np.errstate(invalid="ignore"):  # For a single picture this is 0 / 0.
+    with np.errstate(invalid="ignore"):  # for a single picture this is 0 / 0
         without_each = (numerator_sum - numerator) / (denominator_sum - denominator)
     return jackknife_rows(measure, whole, without_each, layers=layers)
 
 
 def jackknife_rows(
-    measure: str, whole: np.ndarray, without: np.ndarray, modality: str = "", layers: Sequence[int] | None = None
+    measure: str, whole: np.ndarray, without_each: np.ndarray, modality: str = "", layers: Sequence[int] | None = None
 ) -> pd.DataFrame:
     """Rows of a statistic that is no mean over pictures.
 
     Args:
         measure: The measure's name.
         whole: The statistic of all pictures, a number or `(num_layers,)`.
-        without: The statistic of all pictures except one, for each picture that is left out, `(num_pictures,)` or
-            `(num_pictures, num_layers)`. NaN for a picture that has no value.
+        without_each: For each picture, the statistic of all other pictures, `(num_pictures,)` or
+            `(num_pictures, num_layers)`; NaN for a picture that has no value.
         modality: As in [`make_rows`].
         layers: As in [`make_rows`].
     """
-    # Without its only picture the statistic has no value.
-    if len(without) == 1:
+    # If there is only one picture, there are no other pictures to compute the statistic of.
+    if len(without_each) == 1:
         return make_rows(measure, whole[None], modality, layers, whole)
 
-    by_picture = without.reshape(len(without), -1)
+    by_picture = without_each.reshape(len(without_each), -1)  # [num_pictures, num_layers or 1]
     has_value = ~np.isnan(by_picture).all(axis=1)
     num_pictures = has_value.sum()
-    pseudo_values = num_pictures * whole - (num_pictures - 1) * without
+    pseudo_values = num_pictures * whole - (num_pictures - 1) * without_each
     return make_rows(measure, pseudo_values, modality, layers, whole)
 
 
-def over_layers(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with the mean over layers of each measure by layer."""
+def mean_over_layers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with the mean over layers of each measure by layer. In these rows the layer is missing."""
     keys = [name for name in rows.columns if name not in ("layer", "value")]
     by_layer = rows[rows["layer"].notna()]
     means = by_layer.groupby(keys, dropna=False, sort=False)["value"].mean().reset_index()
@@ -162,15 +175,18 @@ def over_layers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one model and their means over its layers, and for `BY_THIRD` over each third of its layers."""
-    tables = [rows, over_layers(rows)]
+    """The rows of one model, their means over layers, and for `BY_THIRD` their means over each third of the layers.
+
+    The third is part of the measure's name, as in `"gap, first third"`.
+    """
+    tables = [rows, mean_over_layers(rows)]
 
     by_third = rows[rows["measure"].isin(BY_THIRD)]
-    # The gap has a value for each layer; norms have one more, after the last layer.
+    # Only the gap tells the number of layers: norms have a further value, after the last layer.
     last_layer = by_third.loc[by_third["measure"] == "gap", "layer"].max()
     if not pd.isna(last_layer):
         for third, layers in layer_groups(int(last_layer) + 1).items():
-            means = over_layers(by_third[by_third["layer"].isin(layers)])
+            means = mean_over_layers(by_third[by_third["layer"].isin(layers)])
             tables.append(means.assign(measure=means["measure"] + ", " + third))
 
     return pd.concat(tables, ignore_index=True)
@@ -185,29 +201,26 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
         value.
     """
     keys = [name for name in rows.columns if name not in ("picture", "value")]
-    is_of_one_picture = rows["picture"].notna()
+    has_picture = rows["picture"].notna()
     split = rows.assign(
-        of_picture=rows["value"].where(is_of_one_picture),
-        whole=rows["value"].where(~is_of_one_picture),
+        value_of_picture=rows["value"].where(has_picture),
+        value_over_pictures=rows["value"].where(~has_picture),
     )
-    over_pictures = (
-        split.groupby(keys, dropna=False, sort=False)
-        .agg(
-            whole=("whole", "first"),
-            mean=("of_picture", "mean"),
-            deviation=("of_picture", "std"),
-            n=("of_picture", "count"),
-        )
-        .reset_index()
+    groups = split.groupby(keys, dropna=False, sort=False).agg(
+        whole=("value_over_pictures", "first"),
+        mean=("value_of_picture", "mean"),
+        deviation=("value_of_picture", "std"),
+        n=("value_of_picture", "count"),
     )
+    over_pictures = groups.reset_index()
 
-    # The lower bounds of n only keep the formulas defined: for fewer than two pictures the deviation is NaN, which
-    # makes the interval NaN.
+    # `clip` only keeps the formulas defined. For fewer than two pictures the deviation is NaN, and so is the interval.
     n = over_pictures["n"]
     degrees_of_freedom = n.clip(lower=2) - 1
-    quantile = stdtrit(degrees_of_freedom, (1 + LEVEL) / 2)
+    quantile = stdtrit(degrees_of_freedom, (1 + LEVEL) / 2)  # of Student's t
     half_width = quantile * over_pictures["deviation"] / np.sqrt(n.clip(lower=1))
 
+    # A measure that is no mean over pictures has its value over all pictures in the place of the mean.
     mean = over_pictures["whole"].fillna(over_pictures["mean"])
     return over_pictures[keys].assign(mean=mean, low=mean - half_width, high=mean + half_width, n=n.astype("Int64"))
 
@@ -217,7 +230,7 @@ def subtract_rows(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
 
     Both models were measured on the same pictures in the same order.
     """
-    keys = COLUMNS[:-1]
+    keys = [name for name in COLUMNS if name != "value"]
     pairs = first.merge(second, on=keys, suffixes=("_first", "_second"))
     pairs["value"] = pairs["value_second"] - pairs["value_first"]
     return pairs[COLUMNS]

@@ -2,8 +2,8 @@
 
     python -m diagnostics.text_norms --model Qwen/Qwen2.5-7B-Instruct Qwen/Qwen2.5-VL-7B-Instruct
 
-Source: Table 6 of "The Unseen Bias" (arXiv 2512.08374), where training a VLM raised the mean norm of Qwen2.5-7B's
-embeddings from 0.80 to 0.90. The first model is the base, which the others are compared with.
+The first model is the base, which the others are compared with. Source: Table 6 of "The Unseen Bias" (arXiv
+2512.08374), where training a VLM raised the mean norm of Qwen2.5-7B's embeddings from 0.80 to 0.90.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(build_parser(), argv)
     names = [folder_or_id(name) for name in args.model]
     if len(set(names)) < len(names):
-        raise UserError("--model names a model twice: the table has one line for each.")
+        raise UserError("--model names a model twice: the table has one line for each model.")
 
     norms = {}
     for name in names:

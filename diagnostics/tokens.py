@@ -2,6 +2,8 @@
 
 Excluded are padding, special tokens, the newline features that a model puts among a picture's features, attention
 sinks, and the blank picture that training adds to a batch without pictures. All measures use this classification.
+
+To find sinks and newlines a forward pass is needed. The other types are found from a model's inputs alone.
 """
 
 from dataclasses import dataclass
@@ -16,9 +18,9 @@ from diagnostics.parts import DiagnosticsError, image_token_id
 
 # A token is a sink if its norm is more than this many times the median norm of its modality in its sample.
 SINK_FACTOR = 10.0
-# A token counts as a newline if the cosine between it and the model's newline feature is above this.
+# An image token is a newline if its cosine with the model's newline feature is above this: equal except for rounding.
 NEWLINE_COSINE = 1 - 1e-5
-# A model's inputs by name of its argument, as a processor or a collator returns them.
+# A model's inputs, as a processor or a collator returns them, by the names of the arguments of `forward`.
 Inputs = dict[str, Any]
 
 
@@ -37,10 +39,10 @@ class Tokens:
     Attributes:
         visual: Image tokens: positions that hold a feature of a picture.
         text: Ordinary text tokens.
-        excluded: By reason, the positions that are neither image tokens nor ordinary text. `"padding"` and `"special"`
-            (BOS, delimiters of turns and of pictures, other modalities) are always there. `"blank picture"` (which
-            training adds to a batch without pictures), `"newline"` (row ends that a model puts among a picture's
-            features) and `"sink"` may be missing.
+        excluded: Positions that are neither image tokens nor ordinary text, by the reason why they are excluded.
+            `"padding"` and `"special"` (BOS, delimiters of turns and of pictures, other modalities) are always there.
+            `"blank picture"`, `"newline"` and `"sink"` are missing where there is no such token or where it was not
+            looked for.
     """
 
     visual: torch.Tensor
@@ -57,22 +59,26 @@ class Tokens:
 
 
 def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
-    """The token ids that are not ordinary text, by a model's config, and by its processor if one is given.
+    """The token ids that are not ordinary text, from a model's config, and from its processor if one is given.
 
     Special tokens are the tokens that the config names for a role (BOS, delimiters of pictures, other media), and the
     tokens that the tokenizer marks as special: Llama 3 delimits turns with tokens that have no role in its config.
     """
     special: set[Any] = set()  # may hold `None`, where a config has no token for a role
     for config in (model.config, model.config.get_text_config()):
-        for name, value in config.to_dict().items():
-            if name.endswith(("_token_id", "_token_ids", "_token_index")):
-                special |= set(value if isinstance(value, list | tuple) else [value])
+        for field, value in config.to_dict().items():
+            if not field.endswith(("_token_id", "_token_ids", "_token_index")):
+                continue
+            if isinstance(value, list | tuple):
+                special.update(value)
+            else:
+                special.add(value)
 
     if processor is not None:
         # `processor` may itself be a tokenizer, which has no attribute `tokenizer`.
         tokenizer = getattr(processor, "tokenizer", processor)
-        special |= {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special |= set(tokenizer.all_special_ids)
+        special.update(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        special.update(tokenizer.all_special_ids)
 
     image = image_token_id(model)
     return TokenIds(image, frozenset(special - {image, None}))
@@ -90,20 +96,22 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
 
     position_ids = inputs.get("position_ids")
     if position_ids is not None:
-        # In a packed row, each token of a blank picture is a sample of its own, with position 0. No other sample has
-        # only one token. `roll` brings the next token's position; for the last token it brings the row's first, 0.
+        # In a packed row, each token of a blank picture is a sample of its own, with position 0, and no other sample
+        # has only one token. So a token belongs to a blank picture if it starts a sample and the next token does too.
         starts_sample = position_ids == 0
-        next_starts_sample = position_ids.roll(-1, dims=1) == 0
+        # `roll` moves the next token's value to each token. The last token gets the value of the row's first token,
+        # which always starts a sample, so the last token counts as a sample of its own if it has position 0.
+        next_starts_sample = starts_sample.roll(-1, dims=1)
         return ~(starts_sample & next_starts_sample)
 
     return torch.ones_like(inputs["input_ids"], dtype=torch.bool)
 
 
 def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
-    """Classify the positions of a batch, except for newline features and sinks, which inputs alone don't show.
+    """The type of each position of a batch. Newline features and sinks are not found, because inputs don't show them.
 
     Args:
-        inputs: What the model is given: `input_ids`, with an `attention_mask` if samples are padded, or `position_ids`
+        inputs: The model's inputs: `input_ids`, with an `attention_mask` if samples are padded, or with `position_ids`
             that restart at each sample if samples are packed; `(batch_size, S)` each.
         ids: What [`token_ids`] returns for the model.
     """
@@ -126,7 +134,7 @@ def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
 
 
 def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
-    """Classify the positions of one sample with a picture and a question: masks `(S,)`, on the CPU.
+    """The type of each position of one sample with a picture and a question, as masks `(S,)` on the CPU.
 
     Raises:
         DiagnosticsError: if there are several samples, or if the sample has no image tokens or no ordinary text.
@@ -145,23 +153,25 @@ def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
     return tokens
 
 
-def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Tokens) -> Tokens:
-    """Exclude the newline features: models such as LLaVA-NeXT end each row of a picture with a learned feature.
+def exclude_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Tokens) -> Tokens:
+    """The same types, except that newline features are excluded.
+
+    A newline feature is a learned feature with which a model such as LLaVA-NeXT ends each row of a picture.
 
     Args:
         model: The model.
-        embeddings: What enters the decoder's first layer, `(S, hidden_size)`.
+        embeddings: Input of the decoder's first layer, `(S, hidden_size)`.
         tokens: Types in which newline features still count as image tokens.
     """
     for name, parameter in model.named_parameters():
         if name.split(".")[-1] != "image_newline":
             continue
-        # HunYuan-VL adds its newline feature before the projector, so that the feature has the encoder's
-        # width. Behind the projector it can't be told from other features.
+        # HunYuan-VL inserts its newline feature before the projector, so the feature has the encoder's width. After
+        # the projector it can't be told from other features.
         if parameter.shape[-1] != embeddings.shape[-1]:
             continue
 
-        # Cosines are compared, because decoders such as Granite's multiply their input, which changes only the norm.
+        # The decoder's input may be a multiple of the feature (Granite), so directions are compared.
         newline = parameter.to(embeddings.device).float()
         cosines = cosine_similarity(embeddings.float(), newline, dim=-1)  # [S]
         is_newline = (cosines > NEWLINE_COSINE).cpu() & tokens.visual
@@ -172,7 +182,7 @@ def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Toke
 def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Mask of the sinks, `(S,)`: tokens with massive norms, which attract attention whatever their content is.
 
-    A token is a sink if its norm after some layer is more than `SINK_FACTOR` times the median norm of its modality
+    A token is a sink if its norm after any layer is more than `SINK_FACTOR` times the median norm of its modality
     after that layer (compare the massive activations of arXiv 2402.17762). The norm before the first layer doesn't
     count.
 

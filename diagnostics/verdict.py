@@ -1,6 +1,6 @@
-"""Judges one model's sweep: does another norm of its image tokens give better answers, and why might it?
+"""Judges one model's sweep: does another norm of its image tokens give better answers, and what may the reason be?
 
-The judgement is made here; `sweep.jinja` prints it.
+`sweep.jinja` prints the judgement.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from diagnostics.table import Estimate, Summary
 # The report prints the changes at these two doses: about a third of the norm, and three times the norm.
 SMALLER = 0.3
 LARGER = 3.0
-# At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters: it then gives a token less
-# than the usual norm. The report says so if less than `KEPT_BY_EPS` of the usual norm is left.
+# At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters: then RMSNorm gives a token
+# less than the usual norm. The report says so if less than this share of the usual norm is left.
 SMALLEST = min(DOSES)
 KEPT_BY_EPS = 0.9
 
@@ -31,24 +31,24 @@ class Advice(StrEnum):
 class Place(StrEnum):
     """How the norm of image tokens compares with the norms of what layer 1's attention and its MLP add to them."""
 
-    BELOW_ATTENTION = "Theirs is below what attention adds"
-    ABOVE_BOTH = "Theirs is above what both add: layer 1 leaves them mostly as they came"
-    BETWEEN = "Theirs lies between the two: the first MLP overwrites most of what entered"
-    NEAR_ONE = "Theirs is about one of the two"
+    BELOW_ATTENTION = "The norm of these image tokens is below what attention adds"
+    ABOVE_BOTH = "The norm of these image tokens is above what both add: layer 1 leaves them mostly as they came"
+    BETWEEN = "The norm of these image tokens lies between the two: the first MLP overwrites most of what entered"
+    NEAR_ONE = "The norm of these image tokens is about as large as one of the two"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `sweep.jinja` prints.
+    """The judgement of one model's sweep, as `sweep.jinja` prints it.
 
     Attributes:
-        advice: Whether to rescale; `None` if the data has no answers, without which no dose can be judged.
+        advice: Whether to rescale; `None` if the data has no answers, because then no dose can be judged.
         better: Doses at which answers are clearly better.
         worse: Doses at which answers are clearly worse.
         num_tried: Number of doses other than 1.
         by_right_answers: Whether `better` and `worse` are judged by the share of right answers; if not, by the loss.
         num_pictures: Number of pictures that were asked about.
-        num_named: Number of pictures whose question has several answers in the data, so that one can be chosen.
+        num_named: Number of pictures whose question has several answers in the data, from which the model can choose.
         right: Share of right answers of the model as it is; `None` if no question has several answers.
         loss: Loss of the right answers of the model as it is; `None` if the data has no answers.
         right_changes: Changes of `right` at `SMALLER` and at `LARGER`; empty if `right` is `None`.
@@ -57,10 +57,11 @@ class Verdict:
         image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
         attention_norm: Norm of what layer 1's attention adds to image tokens, over the norm of text tokens; `None` if
             it can't be told apart from what the MLP adds.
-        mlp_norm: Norm of what layer 1's MLP adds to image tokens, in the same unit; `None` in the same case.
+        mlp_norm: Norm of what layer 1's MLP adds to image tokens, over the norm of text tokens; `None` if
+            `attention_norm` is `None`.
         place: How `image_norm` compares with `attention_norm` and `mlp_norm`; `None` if these are `None`.
         kept_by_eps: Norm that layer 1's RMSNorm gives image tokens at `SMALLEST`, as a share of the usual norm; `None`
-            if this is nearly 1.
+            if the share is at least `KEPT_BY_EPS`.
     """
 
     advice: Advice | None
@@ -83,47 +84,67 @@ class Verdict:
 
 
 def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
-    """Judge a model by the summaries of its sweep, by dose and control."""
+    """The verdict on a model.
+
+    Args:
+        points: The summaries of the model's sweep by dose and control.
+    """
     by_dose = {dose: summary for (dose, control), summary in points.items() if control == OWN_PICTURE}
     as_it_is = by_dose[UNCHANGED_DOSE]
-    right = as_it_is.look("named")
+
+    # If the data has no answers, no dose is better or worse.
+    better: list[float] = []
+    worse: list[float] = []
+    advice = None
+    right_changes: list[Estimate] = []
+    loss_changes: list[Estimate] = []
+
     loss = as_it_is.look("loss")
+    if loss is not None:
+        better = doses_below_zero(by_dose, "loss_change")
+        worse = doses_above_zero(by_dose, "loss_change")
+        loss_changes = estimates_to_print(by_dose, "loss_change")
+
+    # Where questions have several answers, the share of right answers decides in the place of the loss.
+    right = as_it_is.look("named")
+    if right is not None:
+        right = clip_share(right)
+        better = doses_above_zero(by_dose, "named_change")
+        worse = doses_below_zero(by_dose, "named_change")
+        right_changes = estimates_to_print(by_dose, "named_change")
+
+    if loss is not None:
+        advice = choose_advice(better, worse)
+
     image_norm = get_estimate(as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
     attention_norm = as_it_is.look("attention_update")
     mlp_norm = as_it_is.look("mlp_update")
-
-    better: list[float] = []
-    worse: list[float] = []
-    if right is not None:
-        better = doses_above_zero(by_dose, "named_change")
-        worse = doses_below_zero(by_dose, "named_change")
-    elif loss is not None:
-        better = doses_below_zero(by_dose, "loss_change")
-        worse = doses_above_zero(by_dose, "loss_change")
-
     return Verdict(
-        advice=None if loss is None else choose_advice(better, worse),
+        advice=advice,
         better=better,
         worse=worse,
         num_tried=len(by_dose) - 1,
         by_right_answers=right is not None,
         num_pictures=count_pictures(as_it_is, "kl"),
         num_named=count_pictures(as_it_is, "named"),
-        right=None if right is None else as_share(right),
+        right=right,
         loss=loss,
-        right_changes=[] if right is None else smaller_and_larger(by_dose, "named_change"),
-        loss_changes=[] if loss is None else smaller_and_larger(by_dose, "loss_change"),
-        changed=[as_share(changed) for changed in smaller_and_larger(by_dose, "changed")],
+        right_changes=right_changes,
+        loss_changes=loss_changes,
+        changed=[clip_share(changed) for changed in estimates_to_print(by_dose, "changed")],
         image_norm=image_norm,
         attention_norm=attention_norm,
         mlp_norm=mlp_norm,
         place=place_norm(image_norm, attention_norm, mlp_norm),
-        kept_by_eps=kept_by_eps(image_norm.mean, get_estimate(as_it_is, "eps").mean),
+        kept_by_eps=share_kept_by_eps(image_norm.mean, get_estimate(as_it_is, "eps").mean),
     )
 
 
 def choose_advice(better: list[float], worse: list[float]) -> Advice:
-    """The advice for a model with answers. A dose that is clearly better is worth a try even if others are worse."""
+    """The advice, from the doses that are clearly better and clearly worse.
+
+    A dose that is clearly better is worth a try even if others are worse.
+    """
     if better:
         return Advice.MAY_HELP
     if worse:
@@ -146,8 +167,8 @@ def doses_tried(by_dose: Mapping[float, Summary]) -> list[float]:
     return sorted(dose for dose in by_dose if dose != UNCHANGED_DOSE)
 
 
-def smaller_and_larger(by_dose: Mapping[float, Summary], measure: str) -> list[Estimate]:
-    """The estimates of a measure at `SMALLER` and at `LARGER`."""
+def estimates_to_print(by_dose: Mapping[float, Summary], measure: str) -> list[Estimate]:
+    """The estimates of a measure at `SMALLER` and at `LARGER`, the two doses that the report prints."""
     return [get_estimate(by_dose[SMALLER], measure), get_estimate(by_dose[LARGER], measure)]
 
 
@@ -164,16 +185,20 @@ def count_pictures(summary: Summary, measure: str) -> int:
     return 0 if counts.empty else int(counts.max())
 
 
-def as_share(estimate: Estimate) -> Estimate:
+def clip_share(estimate: Estimate) -> Estimate:
     """The estimate of a share, with its interval cut off at 0 and at 1."""
     return Estimate(estimate.mean, low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
 
 
 def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None) -> Place | None:
-    """Compare the norm of image tokens with the norms of what attention and the MLP add to them.
+    """How the norm of image tokens compares with the norms of what attention and the MLP add to them.
 
-    Two norms differ if their intervals don't overlap. The result is `None` if the norms of what attention and the MLP
-    add are not known.
+    Two norms differ if their intervals don't overlap. The result is `None` if `attention` and `mlp` are not known.
+
+    Args:
+        image: Norm of image tokens.
+        attention: Norm of what attention adds.
+        mlp: Norm of what the MLP adds.
     """
     if attention is None or mlp is None:
         return None
@@ -187,18 +212,18 @@ def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None
     return Place.NEAR_ONE
 
 
-def kept_by_eps(image_norm: float, eps_norm: float) -> float | None:
-    """Norm that layer 1's RMSNorm gives a token at the smallest dose, as a share of its usual norm.
+def share_kept_by_eps(image_norm: float, eps_norm: float) -> float | None:
+    """The norm that layer 1's RMSNorm gives a token at the smallest dose, as a share of the usual norm.
 
-    RMSNorm divides a token by √(mean square + eps). So a token of norm n comes out with n / √(n² + e²) of its usual
+    RMSNorm divides a token by √(mean square + eps). So a token of norm n comes out with n / √(n² + e²) of the usual
     norm, where e is the norm of a token whose mean square is eps.
 
     Args:
-        image_norm: Norm of the token as it is.
+        image_norm: Norm of the token as it is, before it is multiplied by the dose.
         eps_norm: The norm e.
 
     Returns:
-        `None` if the share is at least `KEPT_BY_EPS`.
+        The share; `None` if it is at least `KEPT_BY_EPS`.
     """
     norm = SMALLEST * image_norm
     kept = norm / (norm**2 + eps_norm**2) ** 0.5

@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from diagnostics.plots import FAINT, INK, MODELS, WIDTH, draw_curve, save_figure, styled
+from diagnostics.plots import FAINT, INK, MODEL_STYLES, WIDTH, draw_curve, save_figure, styled
 
 
 RECORDS = Path(__file__).with_name("trial.jsonl")
@@ -36,7 +36,7 @@ ARMS = {
     "GWC at 30 T": "LayerNorm, held at 30 T",
 }
 # Line styles by arm, so that both figures draw an arm in the same colour.
-STYLES = dict(zip([CONTROL, *ARMS], MODELS, strict=False))
+STYLES = dict(zip([CONTROL, *ARMS], MODEL_STYLES, strict=False))
 
 
 def differences(runs: pd.DataFrame, arm: str, control: str, pair_by: Sequence[str]) -> pd.Series:

@@ -129,7 +129,7 @@ def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], t
     transparent = Image.open(tmp_path / "b.png")
     one_too_many = pictures[2]
     in_memory = questions_about([turned, turned_again, transparent, one_too_many], "What?", num_samples=2).questions
-    assert [question.picture for question in in_memory] == [question.picture for question in in_folder]
+    assert [question.fingerprint for question in in_memory] == [question.fingerprint for question in in_folder]
     assert [question.prompt for question in in_memory] == [question.prompt for question in in_folder]
 
 

@@ -23,21 +23,21 @@ from diagnostics.parts import DiagnosticsError
 TURNS = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": "a colour"}]
 
 
-def write_rows(folder: Path, *names: str) -> str:
-    """Write rows that ask the same question about each of some pictures, and return the file's path."""
+def write_rows(folder: Path, *pictures: str) -> str:
+    """Write a row for each of these picture files, all with the same question, and return the path of `rows.json`."""
     path = folder / "rows.json"
-    path.write_text(json.dumps([{"image": name, "conversations": TURNS} for name in names]))
+    path.write_text(json.dumps([{"image": picture, "conversations": TURNS} for picture in pictures]))
     return str(path)
 
 
 def row_numbers(questions: list[Question]) -> list[int]:
-    """The number of each question's row; the source of a question is like "rows.json, row 3"."""
+    """The number of each question's row: 3 if the question's source is "rows.json, row 3"."""
     return [int(question.source.split()[-1]) for question in questions]
 
 
 @pytest.fixture
 def colours(tmp_path: Path) -> Path:
-    """A folder with pictures of one colour each, and a file that is no picture."""
+    """A folder with pictures of one colour each, and with broken.png, which is no picture."""
     Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
     Image.new("RGB", (8, 8), "red").save(tmp_path / "also_red.png")
     Image.new("RGB", (8, 8), "blue").save(tmp_path / "blue.png")
@@ -51,7 +51,9 @@ def test_each_question_is_about_another_picture(colours: Path) -> None:
     data = write_rows(colours, "red.png", "red.png", "also_red.png", "red.png", "blue.png", "green.png")
     questions = load_questions(data, 3).questions
     assert row_numbers(questions) == [0, 4, 5]
-    assert len({question.picture for question in questions}) == 3
+    assert len({question.fingerprint for question in questions}) == 3
+
+    # There are only three different pictures, even if more questions are asked for.
     assert len(load_questions(data, 9).questions) == 3
 
 
@@ -89,24 +91,49 @@ def test_rows_with_a_broken_or_missing_picture_are_skipped_with_a_warning(
 
 
 def test_if_no_row_can_be_read_the_error_names_the_first(colours: Path) -> None:
-    data = write_rows(colours, *["broken.png"] * (2 * MAX_UNREADABLE))
-    with pytest.raises(DiagnosticsError, match=r"row 0: image .*broken\.png"):
+    """The search ends after `MAX_UNREADABLE` rows."""
+    broken_pictures = ["broken.png"] * (2 * MAX_UNREADABLE)
+    data = write_rows(colours, *broken_pictures)
+    with pytest.raises(
+        DiagnosticsError, match=rf"can't be read: {MAX_UNREADABLE}, the first: .*row 0: image .*broken\.png"
+    ):
         load_questions(data, 2)
 
 
+def test_the_error_counts_rows_that_can_not_be_read_and_rows_without_a_picture(colours: Path) -> None:
+    """Some of the rows can be read, so the error must not say that none can."""
+    text_only = [{"from": "human", "value": "what is red?"}, {"from": "gpt", "value": "a colour"}]
+    rows = [
+        {"conversations": text_only},
+        {"conversations": text_only},
+        {"image": "broken.png", "conversations": TURNS},
+    ]
+    path = colours / "rows.json"
+    path.write_text(json.dumps(rows))
+
+    with pytest.raises(DiagnosticsError) as raised:
+        load_questions(str(path), 2)
+    message = str(raised.value)
+    assert "(2 rows without one before the first answer)" in message
+    assert "Rows that can't be read: 1, the first: " in message
+
+
 def test_pictures_in_subfolders_count_and_hidden_files_do_not(tmp_path: Path) -> None:
-    for number, name in enumerate(("b.png", "a/z.png", "a/b/c.jpg", ".hidden.png", ".git/x.png", "a/.y.png")):
+    visible = ["a/b/c.jpg", "a/z.png", "b.png"]
+    hidden = [".hidden.png", ".git/x.png", "a/.y.png"]
+    for number, name in enumerate([*visible, *hidden]):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        colour = (40 * number, 0, 0)  # another for each, as the same picture counts once
+        colour = (40 * number, 0, 0)  # a different colour for each, because equal pictures would count once
         Image.new("RGB", (8, 8), colour).save(path)
 
     questions = load_questions(tmp_path, 9).questions
     names = [str(Path(question.source).relative_to(tmp_path)) for question in questions]
-    assert names == ["a/b/c.jpg", "a/z.png", "b.png"]
+    assert names == visible
 
 
 def test_a_datasets_rows_are_asked_about_and_not_the_logo_beside_them(tmp_path: Path) -> None:
+    """The picture in the dataset has another size than the logo."""
     Image.new("RGB", (30, 20), "red").save(tmp_path / "logo.png")
 
     picture = io.BytesIO()
@@ -128,14 +155,16 @@ def test_data_may_be_one_picture(tmp_path: Path) -> None:
 
 def test_a_picture_that_pillow_has_no_decoder_for_is_unreadable(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.avif")
-    (tmp_path / "b.heic").write_bytes(b"ftypheic")
+    (tmp_path / "b.heic").write_bytes(b"ftypheic")  # the mark with which HEIC files begin
     chosen = load_questions(tmp_path, 4)
+
     assert len(chosen.questions) == 1
-    assert "b.heic can't be read" in chosen.unreadable[0]
+    (unreadable,) = chosen.unreadable
+    assert "b.heic can't be read" in unreadable
 
 
 def test_a_folder_with_a_json_file_holds_rows(tmp_path: Path) -> None:
-    """LLaVA's data is such a folder. The pictures beside the file are asked about only in its rows."""
+    """LLaVA's data is such a folder. Of the pictures beside the file, only those in its rows are asked about."""
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.avif")
     Image.new("RGB", (8, 8), "blue").save(tmp_path / "in_no_row.png")
     write_rows(tmp_path, "a.avif")
@@ -144,11 +173,12 @@ def test_a_folder_with_a_json_file_holds_rows(tmp_path: Path) -> None:
 
 
 def copy_model(composed: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of the composed model's folder, which a test may change."""
     return shutil.copytree(composed(), tmp_path / "model")
 
 
-def refusal(folder: Path) -> str:
-    """The error for a model's folder that can't be loaded: one line that begins with the folder."""
+def error_on_loading(folder: Path) -> str:
+    """The error for a model's folder that can't be loaded. It must be one line that begins with the folder."""
     with pytest.raises(UserError) as raised:
         load_model(str(folder))
     message = str(raised.value)
@@ -159,16 +189,16 @@ def refusal(folder: Path) -> str:
 
 def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
-    assert "Unrecognized" in refusal(tmp_path)
+    assert "Unrecognized" in error_on_loading(tmp_path)
 
 
 def test_a_model_of_an_unknown_type_is_refused_in_one_line(composed: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy_model(composed, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = "nope"
-    del config["auto_map"]  # it would name the model's class
+    del config["auto_map"]  # with it, transformers would find the model's class without the type
     (folder / "config.json").write_text(json.dumps(config))
-    assert "`nope`" in refusal(folder)
+    assert "`nope`" in error_on_loading(folder)
 
 
 def test_a_model_without_some_of_its_weights_is_refused_in_one_line(
@@ -178,11 +208,13 @@ def test_a_model_without_some_of_its_weights_is_refused_in_one_line(
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.multi_modal_projector.norm.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert "Weights missing: 1 of multi_modal_projector" in refusal(folder)
+    assert "Weights missing: 1 of multi_modal_projector" in error_on_loading(folder)
 
 
 def test_a_processor_whose_package_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class NeedsTorchvision:
+        """Fails as `AutoProcessor` does without torchvision."""
+
         @staticmethod
         def from_pretrained(name: str, **options: Any) -> None:
             raise ImportError("\nQwen2VLVideoProcessor requires the Torchvision library.\nInstall it.\n")

@@ -1,4 +1,4 @@
-"""Measures of attention and of the projector's norm, against values that are known by construction."""
+"""Measures of attention and of the norm module after the projector, against values that are known by construction."""
 
 import dataclasses
 
@@ -12,6 +12,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 def test_gain_and_bias_by_hand(model: NormLlavaForConditionalGeneration) -> None:
+    """The decoder's width is 32, and each half of the gain's entries has moved by another amount."""
     norm = model.model.multi_modal_projector.norm
     gain_at_start = model.config.projector_norm_target / 32**0.5
     with torch.no_grad():
@@ -25,9 +26,10 @@ def test_gain_and_bias_by_hand(model: NormLlavaForConditionalGeneration) -> None
     assert values["gain_drift"] == pytest.approx(2.0)  # √(16 · 0.3² + 16 · 0.4²)
     assert values["bias_l2"] == pytest.approx(2**0.5)  # √(32 · 0.25²)
 
-    # The root mean square of the norms of many random tokens is √(gain_l2² + bias_l2²).
+    # Over many random tokens, the root mean square of their norms is √(gain_l2² + bias_l2²).
     tokens = norm(torch.randn(20_000, 32))
-    root_mean_square = tokens.square().sum(dim=-1).mean().sqrt().item()
+    squared_norms = tokens.square().sum(dim=-1)
+    root_mean_square = squared_norms.mean().sqrt().item()
     expected = (values["gain_l2"] ** 2 + values["bias_l2"] ** 2) ** 0.5
     assert root_mean_square == pytest.approx(expected, rel=0.02)
 
@@ -40,7 +42,10 @@ def test_a_projector_without_a_norm_at_its_end_is_not_measured() -> None:
 @pytest.mark.parametrize("name", ["llava-siglip", "llava_next", "paligemma", "gemma3"])
 @torch.no_grad()
 def test_queries_of_zero_attend_to_all_visible_keys_evenly(name: str, padding: int) -> None:
-    """PaliGemma's tokens see the whole prompt. In the other families a query sees the keys up to its own."""
+    """In PaliGemma a query sees the keys of the whole prompt, in the other families those up to its own position.
+
+    The padding is on the left, and no query sees it.
+    """
     model = build(name)
     sample = inputs(name, padding)
     for layer in model.get_decoder().layers:
@@ -48,27 +53,32 @@ def test_queries_of_zero_attend_to_all_visible_keys_evenly(name: str, padding: i
     record = record_sample(model, sample)
 
     if name == "paligemma":
-        length = len(sample["input_ids"][0]) - padding
-        num_visible = [length] * len(record.queries)
+        prompt_length = len(sample["input_ids"][0]) - padding
+        num_visible = [prompt_length] * len(record.queries)
     else:
-        num_visible = (record.queries + 1 - padding).tolist()
+        num_visible = (record.queries + 1 - padding).tolist()  # positions count from 0
     assert record.visible[0].sum(dim=1).tolist() == num_visible
 
     rows = measure_attention([record])
     assert rows is not None
-    shares = rows.set_index("measure")["value"]
+    shares = rows.set_index("measure")["value"]  # of each measure, a value for each layer
     for suffix in ("", "_without_sinks"):
+        measured = shares[f"attention{suffix}"].tolist()
         even = shares[f"attention_even{suffix}"].tolist()
-        assert shares[f"attention{suffix}"].tolist() == pytest.approx(even, abs=1e-6)
+        assert measured == pytest.approx(even, abs=1e-6)
 
 
 def test_attention_is_measured_with_sinks_and_without() -> None:
+    """All attention goes to three tokens: an image token that is a sink, another image token and a text token."""
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
     types = record.tokens_with_sinks
-    sink, image_token = types.visual.nonzero()[:2, 0]
-    text_token = types.text.nonzero()[0, 0]
+    image_positions = types.visual.nonzero()[:, 0]
+    text_positions = types.text.nonzero()[:, 0]
+    sink = image_positions[0]
+    image_token = image_positions[1]
+    text_token = text_positions[0]
 
-    probabilities = torch.zeros(1, len(record.queries), len(types.visual))
+    probabilities = torch.zeros(1, len(record.queries), len(types.visual))  # [num_heads, num_queries, S]
     probabilities[..., sink] = 0.6
     probabilities[..., image_token] = 0.1
     probabilities[..., text_token] = 0.3

@@ -1,4 +1,4 @@
-"""The parts of each family's model are found."""
+"""The parts of a vision-language model are found in every family."""
 
 import pytest
 import torch
@@ -6,17 +6,24 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from diagnostics.parts import DiagnosticsError, find_decoder, find_encoder, find_norm, find_projector, image_token_id
+from diagnostics.parts import (
+    DiagnosticsError,
+    find_decoder,
+    find_encoder,
+    find_projector,
+    find_projector_norm,
+    image_token_id,
+)
 from families import FAMILIES, IMAGE, build
 
 
-# In these families pictures don't reach the decoder as tokens, or the config names no image token by default.
+# Families that are refused: pictures don't reach the decoder as tokens, or the default config names no image token.
 REFUSED = {
     "blip", "blip-2", "florence2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5",
     "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral4", "nemotron_h_omni", "pi0", "pix2struct", "pp_formulanet",
     "t5gemma2", "udop", "vision-encoder-decoder",
 }  # fmt: skip
-# These models have no part that we know as the encoder or the projector. By default Gemma 4 has no vision encoder.
+# Families in which no encoder, or no projector, is found. With its default config Gemma 4 has no vision encoder.
 WITHOUT_ENCODER = {"apertus1p5", "fuyu", "gemma4", "gemma4_unified"}
 WITHOUT_PROJECTOR = {"apertus1p5", "gemma4", "gemma4_unified", "inkling_mm_model"}
 
@@ -37,12 +44,12 @@ def test_the_parts_of_a_family_are_found(name: str) -> None:
     assert decoder_modules.isdisjoint(projector.modules())
 
     assert image_token_id(model) == IMAGE
-    has_norm = find_norm(model) is not None
-    assert has_norm == name.startswith("normllava")
+    has_norm = find_projector_norm(model) is not None
+    assert has_norm == name.startswith("normllava")  # only NormLlava has one
 
 
 def check_image_tokens(model: PreTrainedModel) -> None:
-    """Raise `DiagnosticsError` for a model without image tokens: one of the two functions does, by the family."""
+    """Raise `DiagnosticsError` for a model without image tokens. It depends on the family which function raises it."""
     image_token_id(model)
     find_decoder(model)
 
@@ -50,7 +57,7 @@ def check_image_tokens(model: PreTrainedModel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 def test_every_family_of_transformers_has_its_parts_or_is_refused_in_one_line(name: str) -> None:
-    """The model is the one that its default config makes, on the meta device, where weights need no memory."""
+    """The family's default config makes the model, on the meta device, where weights need no memory."""
     try:
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name]())

@@ -1,4 +1,7 @@
-"""What a probe records of a forward pass: each family's against transformers' own outputs, and known numbers."""
+"""What a probe records of a forward pass: in each family transformers' own outputs, and numbers known by construction.
+
+The sample of each family is BOS, three words, a picture and nine words: see `families.inputs`.
+"""
 
 import copy
 import re
@@ -19,7 +22,7 @@ from diagnostics.attention_call import before_rotation
 from diagnostics.measures import measure_attention, measure_interface, measure_layers
 from diagnostics.norms import vocabulary_norms
 from diagnostics.parts import DiagnosticsError, find_decoder
-from diagnostics.probe import Probe, Record
+from diagnostics.probe import Probe
 from diagnostics.table import Summary
 from families import FAMILIES, IMAGE, build, inputs, record_sample, tokens_of
 
@@ -28,13 +31,15 @@ Inputs = dict[str, torch.Tensor]
 # In these families the projector's output does not enter the decoder as it is: a newline feature is added, the output
 # is scaled, or tiles are put together.
 CHANGED_AFTER_PROJECTOR = ("llava_next", "llava_onevision", "paligemma")
-# In these families, this layer has no attention, and so no keys.
+# Families that end each of the four rows of a picture with a newline feature.
+WITH_NEWLINES = ("llava_next", "llava_onevision")
+# By family, the number of a layer that has no attention, and so no keys.
 LAYER_WITHOUT_KEYS = {"lfm2_vl": 1, "qwen3_5": 1}
-# Numbers of the model that `set_by_hand` makes.
-IMAGE_NORM = 40.0
+# Norms in the model that `set_by_hand` makes.
+IMAGE_NORM = 40.0  # of image tokens that enter the decoder
 EVEN_NORM = 2.0  # of the embeddings of even token ids
 ODD_NORM = 6.0  # of the embeddings of odd token ids
-UPDATE = 3.0
+UPDATE = 3.0  # of what each layer adds to each token
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -55,13 +60,20 @@ def test_each_token_of_a_family_gets_its_type(name: str) -> None:
     sample = inputs(name, padding=3)
     tokens = record_sample(build(name), sample).tokens
 
-    num_newlines = int(tokens.excluded["newline"].sum()) if "newline" in tokens.excluded else 0
-    num_boundaries = 2 if FAMILIES[name].boundaries else 0
-    assert num_newlines == (4 if name in ("llava_next", "llava_onevision") else 0)
-    assert tokens.visual.sum() == (sample["input_ids"] == IMAGE).sum() - num_newlines
-    assert tokens.text.sum() == 12
+    num_newlines = 0
+    if name in WITH_NEWLINES:
+        num_newlines = 4
+        assert tokens.excluded["newline"].sum() == num_newlines
+    else:
+        assert "newline" not in tokens.excluded
+
+    num_image_ids = (sample["input_ids"] == IMAGE).sum()
+    assert tokens.visual.sum() == num_image_ids - num_newlines
+    assert tokens.text.sum() == 3 + 9  # the words before and after the picture
     assert tokens.excluded["padding"].sum() == 3
-    assert tokens.excluded["special"].sum() == 1 + num_boundaries  # BOS is special too
+
+    num_boundaries = 2 if FAMILIES[name].boundaries else 0
+    assert tokens.excluded["special"].sum() == 1 + num_boundaries  # the 1 is BOS
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -71,11 +83,12 @@ def test_norms_on_the_way_into_the_decoder_agree(name: str) -> None:
 
     assert {"projector_input", "projector_output", "encoder_output"} <= set(record.interface)
     if name not in CHANGED_AFTER_PROJECTOR:
-        # The decoder may get the features in another order.
+        # Sorted, because the decoder may get the features in another order.
         projected = record.interface["projector_output"].sort().values
         entering = record.layer_norms[0, record.tokens.visual].sort().values
         assert torch.allclose(projected, entering, rtol=1e-5)
 
+    # Text embeddings enter the decoder as they are.
     summary = Summary.of(measure_interface([record], vocabulary_norms(model)))
     at_decoder = summary.look("at_decoder", "text").mean
     in_prompt = summary.look("in_prompt", "text").mean
@@ -83,15 +96,16 @@ def test_norms_on_the_way_into_the_decoder_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_layers_are_measured_as_their_hidden_states_say(name: str) -> None:
+def test_norms_cosines_and_update_ratios_are_those_of_the_hidden_states(name: str) -> None:
     model = build(name)
     sample = inputs(name)
     record = record_sample(model, sample)
     with torch.no_grad():
         all_states = model(**sample, output_hidden_states=True).hidden_states
-    states = all_states[:-1]  # the last ones come after the decoder's final norm
+    # The last entry is left out, because the decoder's final norm module has been applied to it.
+    states = all_states[:-1]  # input of each layer, [1, S, hidden_size]
 
-    # Qwen3-VL adds to image tokens between layers. transformers' hidden states are those before it does so.
+    # Qwen3-VL adds picture features to image tokens between two layers, after transformers has kept the hidden states.
     compared = record.tokens.text if name == "qwen3_vl" else torch.ones_like(record.tokens.text)
     norms = torch.stack([state[0, compared].norm(dim=-1) for state in states])
     assert torch.allclose(record.layer_norms[:-1, compared], norms, rtol=1e-5)
@@ -118,9 +132,9 @@ def test_attention_is_that_of_the_eager_model(name: str, padding: int) -> None:
     with torch.no_grad():
         attentions = eager(**sample, output_attentions=True).attentions
 
-    assert len(record.queries) == 9  # the words after the picture
+    assert len(record.queries) == 9  # the nine words after the picture
     for probabilities, attention in zip(record.attention.values(), attentions, strict=True):
-        expected = attention[0][:, record.queries]
+        expected = attention[0][:, record.queries]  # [num_heads, num_queries, S]
         assert probabilities.shape == expected.shape
         assert torch.allclose(probabilities, expected, atol=1e-5)
 
@@ -129,16 +143,19 @@ def test_attention_is_that_of_the_eager_model(name: str, padding: int) -> None:
 def test_keys_are_those_before_rotation_and_values_those_in_attention(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The family's own function for rotary embedding is given the keys, and transformers' sdpa the values."""
+    """The expected keys are the input of the family's function for rotary embedding, the expected values that of sdpa.
+
+    So both functions are replaced by ones that keep their input.
+    """
     model = build(name)
     sample = inputs(name, padding=3)
     record = record_sample(model, sample)
     layers = find_decoder(model).layers
 
-    # Both grow with each layer of the decoder.
-    queries_and_keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    queries_and_keys: list[torch.Tensor] = []  # queries of a layer, keys of the layer, queries of the next, ...
+    values: list[torch.Tensor] = []  # of each layer
 
+    # The vision encoder may call the same functions before the decoder's first layer.
     def forget_vision_encoder(*hook_args: object) -> None:
         queries_and_keys.clear()
         values.clear()
@@ -147,16 +164,17 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
 
     def keep_and_rotate(*args: Any, rotate: Callable[..., Any], **kwargs: Any) -> Any:
         for argument in (*args, *kwargs.values()):
-            # Queries and keys have four axes and a batch of 1; the other arguments are sines and cosines.
+            # Queries and keys have the shape (1, num_heads, S, head_dim). Other arguments are sines and cosines.
             if isinstance(argument, torch.Tensor) and argument.ndim == 4 and len(argument) == 1:
                 queries_and_keys.append(argument[0])
         return rotate(*args, **kwargs)
 
-    source = sys.modules[type(layers[0]).__module__]
-    for function in dir(source):
-        if re.match(r"apply_\w*rotary", function):
-            rotate = getattr(source, function)
-            monkeypatch.setattr(source, function, partial(keep_and_rotate, rotate=rotate))
+    # The function is called `apply_rotary_pos_emb`, `apply_multimodal_rotary_pos_emb` or the like.
+    modeling_file = sys.modules[type(layers[0]).__module__]
+    for function_name in dir(modeling_file):
+        if re.match(r"apply_\w*rotary", function_name):
+            rotate = getattr(modeling_file, function_name)
+            monkeypatch.setattr(modeling_file, function_name, partial(keep_and_rotate, rotate=rotate))
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -172,9 +190,9 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
     assert list(record.keys) == layers_with_keys
     assert list(record.values) == layers_with_keys
 
-    keys = queries_and_keys[1::2]  # the function gets queries first
+    keys = queries_and_keys[1::2]  # every second tensor
     for layer, expected_keys, expected_values in zip(layers_with_keys, keys, values, strict=True):
-        if expected_keys.shape != record.keys[layer].shape:  # some families rotate with tokens before heads
+        if expected_keys.shape != record.keys[layer].shape:  # in some families the axis of tokens is first
             expected_keys = expected_keys.transpose(0, 1)
         assert torch.equal(record.keys[layer], expected_keys)
         assert torch.equal(record.values[layer], expected_values)
@@ -183,7 +201,7 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_without_keys_is_noted(name: str) -> None:
     record = record_sample(build(name), inputs(name))
-    notes = [note for note in record.notes if "deepstack" not in note]
+    notes = [note for note in record.notes if "deepstack" not in note]  # Qwen3-VL's note on another matter
     if name in LAYER_WITHOUT_KEYS:
         (note,) = notes
         assert note.startswith("keys of layer 1: not recorded")
@@ -193,29 +211,35 @@ def test_a_layer_without_keys_is_noted(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
-    """Rotation of all or some dimensions keeps norms. A norm module after it, or another projection, changes them."""
+    """`before_rotation` returns a projection's output only if the keys in attention can be its rotation.
+
+    Rotary embedding keeps the norm of each key. Another projection, or a norm module in between, doesn't.
+    """
     torch.manual_seed(0)
     keys = torch.randn(2, 12, 8).to(dtype)  # [num_heads, S, head_dim]
     other = torch.randn(2, 12, 8).to(dtype)
 
-    # Rotate dimensions 0 and 2, and 1 and 3, as rotary embedding does; the last four stay.
-    angles = torch.arange(12)[:, None] / 10 ** torch.arange(2)
+    # Rotate dimensions 0 and 2, and dimensions 1 and 3, as rotary embedding does. The last four dimensions stay.
+    positions = torch.arange(12)[:, None]
+    angles = positions / torch.tensor([1.0, 10.0])  # [S, 2]
     cos = angles.cos()
     sin = angles.sin()
     first, second, rest = keys.float().split([2, 2, 4], dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(dtype)
 
-    tokens_first = keys.transpose(0, 1)
-    for projected in (keys, tokens_first, tokens_first.flatten(1)):
+    tokens_first = keys.transpose(0, 1)  # [S, num_heads, head_dim]
+    heads_joined = tokens_first.flatten(1)  # [S, num_heads * head_dim]
+    for projected in (keys, tokens_first, heads_joined):
         assert torch.equal(before_rotation(projected, rotated), keys)
-    for projected in (other, 1.1 * keys, keys[:1], None):
+
+    longer_keys = 1.1 * keys
+    keys_of_one_head = keys[:1]
+    for projected in (other, longer_keys, keys_of_one_head, None):
         assert before_rotation(projected, rotated) is None
 
 
 class AddUpdate(nn.Module):
     """A decoder layer that adds the same vector to every token: `UPDATE` along one axis of the hidden states."""
-
-    attention_type = "full_attention"
 
     def __init__(self, axis: int) -> None:
         super().__init__()
@@ -229,7 +253,7 @@ class AddUpdate(nn.Module):
 
 @torch.no_grad()
 def set_by_hand(model: PreTrainedModel) -> PreTrainedModel:
-    """Set a model so that all its numbers are known.
+    """Set a model's weights and layers so that all its hidden states are known.
 
     Every token enters the decoder along axis 0: image tokens with norm 40, text tokens with norm 2 or 6. Layer n adds
     3 along axis n + 1, so each update is orthogonal to the hidden state that it is added to.
@@ -239,7 +263,7 @@ def set_by_hand(model: PreTrainedModel) -> PreTrainedModel:
     projector.linear_2.bias.zero_()
     projector.linear_2.bias[0] = IMAGE_NORM
 
-    # The first ten rows stay zero, as rows of a padded table are.
+    # The first ten embeddings stay zero, like those that pad a vocabulary. No word of the sample has such an id.
     embeddings = model.get_input_embeddings().weight
     embeddings.zero_()
     embeddings[10::2, 0] = EVEN_NORM
@@ -258,7 +282,7 @@ def test_a_model_set_by_hand_has_the_norms_it_was_given() -> None:
     text_ids = sample["input_ids"][0][record.tokens.text]
     text_norm = np.where(text_ids % 2 == 0, EVEN_NORM, ODD_NORM).mean()
     vocabulary_norm = (EVEN_NORM + ODD_NORM) / 2
-    # There are more odd ids than even ones, so that this mean is neither the median nor the vocabulary's mean.
+    # The sample has more odd ids than even ids, so the mean norm of its text tokens differs from the vocabulary's.
     assert vocabulary_norm < text_norm < ODD_NORM
 
     summary = Summary.of(measure_interface([record] * 2, vocabulary_norms(model)))
@@ -284,24 +308,29 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
     }
     turning = {}
     for modality, entering in norms_at_entrance.items():
-        # By Pythagoras, as updates are orthogonal: before layer n a token has the norm √(entering² + n · UPDATE²).
+        # Updates are orthogonal, so by Pythagoras a token has the norm √(entering² + n · UPDATE²) before layer n.
         num_updates = np.arange(4)[:, None]
         norms = np.sqrt(entering**2 + num_updates * UPDATE**2)  # [num_layers + 1, num_tokens]
-        turning[modality] = 1 - (norms[:-1] / norms[1:]).mean(axis=1)
+        norms_before = norms[:-1]  # [num_layers, num_tokens]
+        norms_after = norms[1:]
+        # The cosine of a layer's input and output is the ratio of their norms.
+        turning[modality] = 1 - (norms_before / norms_after).mean(axis=1)
 
-        for measure, expected in (
-            ("norm", norms.mean(axis=1)),
-            ("turning", turning[modality]),
-            ("update_ratio", (UPDATE / norms[:-1]).mean(axis=1)),
-            ("update_cosine", np.zeros(3)),
-        ):
+        expected_means = {
+            "norm": norms.mean(axis=1),
+            "turning": turning[modality],
+            "update_ratio": (UPDATE / norms_before).mean(axis=1),
+            "update_cosine": np.zeros(3),
+        }
+        for measure, expected in expected_means.items():
             means = summary.curve(measure, modality)["mean"].tolist()
             assert means == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6), measure
+        # Without a layer, a summary has the mean over layers.
         assert summary.look("turning", modality).mean == pytest.approx(turning[modality].mean(), abs=1e-6)
 
     gaps = turning["text"] - turning["visual"]
     assert summary.curve("gap")["mean"].tolist() == pytest.approx(gaps.tolist(), abs=1e-6)
-    # The last of three layers is the last third. Both records are the same, so the interval has no width.
+    # The last of the three layers is the last third. Both records are the same, so the interval has no width.
     last_gap = summary.look("gap, last third")
     assert last_gap.mean == pytest.approx(gaps[2], abs=1e-6)
     assert last_gap.low == pytest.approx(gaps[2], abs=1e-6)
@@ -309,7 +338,10 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
 
 
 def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
-    """Granite multiplies text and image tokens alike. LLaVA-NeXT's newline features are still found there."""
+    """Granite multiplies text and image tokens alike by `embedding_multiplier`.
+
+    The model with a Granite has the weights of the plain model, a LLaVA-NeXT. Its newline features are still found.
+    """
     factor = 12.0
     plain = build("llava_next")
     sample = inputs("llava_next")
@@ -318,7 +350,7 @@ def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
     fields = text_config.to_dict() | {
         "model_type": "granite",
         "embedding_multiplier": factor,
-        "attention_multiplier": text_config.head_dim**-0.5,
+        "attention_multiplier": text_config.head_dim**-0.5,  # as in the plain model
     }
     multiplying = copy.deepcopy(plain)
     multiplying.model.language_model = AutoModel.from_config(CONFIG_MAPPING["granite"](**fields)).eval()
@@ -332,6 +364,7 @@ def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
 
     plain_rows = measure_interface([plain_record], vocabulary)
     multiplied_rows = measure_interface([multiplied_record], vocabulary)
+    # The norms up to the projector, and the ratios, are not multiplied.
     is_multiplied = plain_rows["measure"].isin(["at_decoder", "in_prompt", "vocabulary"])
     expected = plain_rows["value"] * np.where(is_multiplied, factor, 1)
     assert multiplied_rows["value"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
@@ -343,12 +376,17 @@ def test_hooks_are_gone_after_a_failure() -> None:
     probe = Probe(model, sample, tokens_of(model, sample))
     with pytest.raises(RuntimeError, match="stop"), probe:
         raise RuntimeError("stop")
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
     assert model.get_decoder().config._attn_implementation == "sdpa"
 
 
 def test_a_model_whose_decoder_gets_only_placeholders_is_refused() -> None:
-    """Mllama's decoder is one: it sees pictures by cross-attention. Without pixels, a Llava gets placeholders too."""
+    """Mllama's decoder is an example: it sees pictures by cross-attention.
+
+    Here it is a Llava without pixels, whose decoder gets placeholders too.
+    """
     sample = inputs("llava-siglip")
     del sample["pixel_values"]
     with pytest.raises(DiagnosticsError, match="the embedding of a placeholder"):
@@ -363,11 +401,13 @@ def test_hidden_states_that_overflow_are_refused() -> None:
         record_sample(model, inputs("llava-siglip"))
 
 
-@pytest.mark.parametrize("attention", ["eager", "varlen"])  # packed training uses "varlen"
-def test_attention_other_than_sdpa_is_noted_and_not_measured(attention: str) -> None:
+@pytest.mark.parametrize("implementation", ["eager", "varlen"])  # packed training uses "varlen"
+def test_attention_other_than_sdpa_is_noted_and_not_measured(implementation: str) -> None:
     config = copy.deepcopy(FAMILIES["llava-siglip"].config)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation={"text_config": attention}).eval()
-    record: Record = record_sample(model, inputs("llava-siglip"))
+    of_decoder = {"text_config": implementation}
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=of_decoder).eval()
+    record = record_sample(model, inputs("llava-siglip"))
+
     assert record.attention == {}
     assert measure_attention([record]) is None
-    assert any(f"runs with {attention}" in note for note in record.notes)
+    assert f"runs with {implementation}" in " ".join(record.notes)

@@ -1,4 +1,4 @@
-"""The report: its sentences, digits, differences and figures, and texts of users that must not become markup."""
+"""The report: its sentences, digits, differences and figures, and that no text of a user becomes markup."""
 
 import re
 from collections.abc import Sequence
@@ -26,44 +26,58 @@ from diagnostics.report import (
 from diagnostics.table import Estimate, Summary, jackknife_rows, make_rows, ratio_rows
 
 
-# A name with everything that HTML, Markdown, TeX or Unicode could take for a command.
+# A name with characters that HTML, Markdown, TeX or Unicode give a meaning: \u202e reverses the text after it.
 HOSTILE = "a|b <script>alert(1)</script> `c` [d](http://e.org) $x$ &amp; \u202e__f__"
 
 
 def make_rows_of_a_model(
     num_pictures: int = 6, gaps: Sequence[float] = (0.06, -0.15, 0.0), seed: int = 0, with_keys: bool = True
 ) -> pd.DataFrame:
-    """Made-up rows of a model with six layers. The gap of cosines is `gaps[i]` in both layers of third `i`."""
+    """Made-up rows of a model with six layers.
+
+    Args:
+        num_pictures: Number of pictures.
+        gaps: Gap of cosines in the two layers of each third.
+        seed: Seed of the random values. It also raises the ratio, so that models with other seeds differ.
+        with_keys: Whether there are measures of keys.
+    """
     rng = np.random.default_rng(seed)
     layers = range(6)
     gap_by_layer = np.repeat(gaps, 2)
 
-    def around(mean: float, *shape: int) -> np.ndarray:
-        """Random values near the mean: an array of `shape`, by default one value, for each picture."""
-        return mean + rng.normal(0, 0.002, (num_pictures, *shape))
+    def around(mean: float) -> np.ndarray:
+        """A random value near the mean for each picture."""
+        return rng.normal(mean, 0.002, num_pictures)
+
+    def around_by_layer(mean: float, num_layers: int = 6) -> np.ndarray:
+        """A random value near the mean for each picture and layer."""
+        return rng.normal(mean, 0.002, (num_pictures, num_layers))
 
     rows = [
         make_rows("at_decoder", around(40), "visual"),
-        ratio_rows("ratio", around(40 + seed), around(20)),  # models with another seed have another ratio
-        make_rows("gap", around(0, 6) + gap_by_layer, "", layers),
-        ratio_rows("norm_ratio", around(40, 6), around(20, 6), layers),
-        make_rows("attention", around(0.3, 2), "", [0, 5]),
-        make_rows("attention_even", around(0.4, 2), "", [0, 5]),
+        ratio_rows("ratio", around(40 + seed), around(20)),
+        make_rows("gap", around_by_layer(0) + gap_by_layer, "", layers),
+        ratio_rows("norm_ratio", around_by_layer(40), around_by_layer(20), layers),
+        make_rows("attention", around_by_layer(0.3, num_layers=2), "", [0, 5]),
+        make_rows("attention_even", around_by_layer(0.4, num_layers=2), "", [0, 5]),
         make_rows("gain_l2", whole=8.1),
         make_rows("bias_l2", whole=0.1),
     ]
     for modality in ("visual", "text"):
-        rows += [make_rows(name, around(1, 6), modality, layers) for name in ("norm", "turning")]
+        for measure in ("norm", "turning"):
+            rows.append(make_rows(measure, around_by_layer(1), modality, layers))
     if with_keys:
-        whole = np.array([0.2, 0.3])
-        rows.append(jackknife_rows("keys.mmd", whole, around(0.25, 2), layers=[0, 5]))
-        rows.append(make_rows("keys.mmd_halves", layers=[0, 5], whole=whole))
+        mmd = np.array([0.2, 0.3])  # in layers 0 and 5
+        mmd_without_each = around_by_layer(0.25, num_layers=2)
+        rows.append(jackknife_rows("keys.mmd", mmd, mmd_without_each, layers=[0, 5]))
+        rows.append(make_rows("keys.mmd_halves", layers=[0, 5], whole=mmd))
     return pd.concat(rows, ignore_index=True)
 
 
-def make_report(*models: tuple[str, pd.DataFrame]) -> Report:
+def make_report(rows_by_name: dict[str, pd.DataFrame]) -> Report:
+    """A report of models, from the rows of each by its name."""
     reports = []
-    for name, rows in models:
+    for name, rows in rows_by_name.items():
         num_pictures = int(rows["picture"].max()) + 1
         report = ModelReport(
             name=name,
@@ -88,88 +102,136 @@ def make_report(*models: tuple[str, pd.DataFrame]) -> Report:
     )
 
 
+def join_rows(rows_by_name: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all models, with the model's name in the column `model`."""
+    return pd.concat([rows.assign(model=name) for name, rows in rows_by_name.items()])
+
+
 def test_sentences_compare_turning_in_each_third_of_the_layers() -> None:
-    """The thirds differ in sign, which the mean over all layers, a faster turning, would hide."""
-    (model,) = make_report(("it", make_rows_of_a_model())).models
-    text = sentences(model)[1]
+    """The gap is above 0 in the first third, below 0 in the middle third and 0 in the last.
+
+    The mean over all layers is below 0, and would hide the first third.
+    """
+    rows = make_rows_of_a_model(gaps=(0.06, -0.15, 0.0))
+    (model,) = make_report({"model": rows}).models
+    text = " ".join(sentences(model))
     assert re.search(r"more slowly in the first third, .*faster in the middle third, .*no clear difference in", text)
 
 
 @pytest.mark.parametrize(
-    ("interval", "said"),
+    ("gap", "words"),
     [
-        ((0.0, 0.2), "no clear difference"),
-        ((0.001, 0.2), "more slowly"),
-        ((-0.2, 0.0), "no clear difference"),
-        ((-0.2, -0.001), "faster"),
-        ((), "no clear difference"),
+        pytest.param(Estimate(0.1, 0.0, 0.2), "no clear difference", id="from 0 up"),
+        pytest.param(Estimate(0.1, 0.001, 0.2), "more slowly", id="above 0"),
+        pytest.param(Estimate(-0.1, -0.2, 0.0), "no clear difference", id="up to 0"),
+        pytest.param(Estimate(-0.1, -0.2, -0.001), "faster", id="below 0"),
+        pytest.param(Estimate(0.1), "no clear difference", id="no interval"),
     ],
 )
-def test_turning_differs_if_its_interval_lies_on_one_side_of_zero(interval: tuple[float, ...], said: str) -> None:
-    assert compare_turning(Estimate(0.1, *interval)) == said
+def test_turning_differs_if_the_interval_of_the_gap_lies_on_one_side_of_zero(gap: Estimate, words: str) -> None:
+    assert compare_turning(gap) == words
 
 
-def test_one_picture_has_no_spread(tmp_path: Path) -> None:
+def test_one_picture_gives_no_intervals_and_no_judgement_of_turning(tmp_path: Path) -> None:
     rows = make_rows_of_a_model(num_pictures=1)
-    report = make_report(("it", rows), ("other", rows))
-    assert measured_on(report).endswith("one gives no intervals.")
+    rows_by_name = {"first": rows, "second": rows}
+    report = make_report(rows_by_name)
+    assert measured_on(report).endswith("; a single picture gives no intervals.")
+
     text = " ".join(sentences(report.models[0]))
     assert "this can't be told from no difference" in text
     assert not re.search(r"slowly|faster|nan|None", text)
-    page = render_html(report, pd.concat([rows.assign(model=name) for name in ("it", "other")]), tmp_path)
+
+    page = render_html(report, join_rows(rows_by_name), tmp_path)
     assert not re.search(r"\bnan\b|\bNone\b|&lt;NA&gt;", page)
 
 
 @pytest.mark.parametrize(
-    ("mean", "interval", "shown"),
+    ("estimate", "shown"),
     [
-        (1.5103, (1.5073, 1.5133), "1.5103 (1.5073 to 1.5133)"),
-        (12345.6, (12000.0, 12691.0), "12,346 (12,000 to 12,691)"),
-        (-0.0041, (-0.08, 0.07), "0.00 (−0.08 to 0.07)"),
-        (1.5, (1.5, 1.5), "1.5 (± 0)"),
-        (0.99999123, (0.99999081, 0.99999165), "0.99999123 (± 4e-07)"),
-        (1.132774, (1.132734, 1.132814), "1.13277 (± 4e-05)"),
-        (1.23456, (), "1.23"),
-        (12345.6, (), "12,346"),
+        pytest.param(Estimate(1.5103, 1.5073, 1.5133), "1.5103 (1.5073 to 1.5133)", id="four decimals"),
+        pytest.param(Estimate(12345.6, 12000.0, 12691.0), "12,346 (12,000 to 12,691)", id="thousands"),
+        pytest.param(Estimate(-0.0041, -0.08, 0.07), "0.00 (−0.08 to 0.07)", id="no minus before zero"),
+        pytest.param(Estimate(1.5, 1.5, 1.5), "1.5 (± 0)", id="no width"),
+        pytest.param(Estimate(0.99999123, 0.99999081, 0.99999165), "0.99999123 (± 4e-07)", id="very narrow"),
+        pytest.param(Estimate(1.132774, 1.132734, 1.132814), "1.13277 (± 4e-05)", id="narrow"),
+        pytest.param(Estimate(1.23456), "1.23", id="no interval"),
+        pytest.param(Estimate(12345.6), "12,346", id="no interval, thousands"),
     ],
 )
-def test_digits_keep_the_interval(mean: float, interval: tuple[float, ...], shown: str) -> None:
-    assert with_interval(Estimate(mean, *interval)) == shown
+def test_a_mean_is_shown_with_as_many_digits_as_its_interval_needs(estimate: Estimate, shown: str) -> None:
+    assert with_interval(estimate) == shown
 
 
-def test_two_models_have_a_paired_difference_but_for_keys_and_values() -> None:
+def test_two_models_have_a_paired_difference_except_of_keys_and_values() -> None:
     """The keys of two models share no scale, so their difference means nothing."""
-    named = [("first", make_rows_of_a_model()), ("second", make_rows_of_a_model(seed=1))]
-    rows = pd.concat([rows.assign(model=name) for name, rows in named])
-    tables = make_tables(make_report(*named).models, rows)
+    rows_by_name = {"first": make_rows_of_a_model(), "second": make_rows_of_a_model(seed=1)}
+    tables = make_tables(make_report(rows_by_name).models, join_rows(rows_by_name))
 
     ratio = tables["Norms up to the decoder"].loc["ratio"]
     means = [float(ratio[column].split()[0]) for column in ("first", "second", DIFFERENCE)]
-    assert means == pytest.approx([2, 2.05, 0.05], abs=2e-3)
+    assert means == pytest.approx([40 / 20, 41 / 20, 1 / 20], abs=2e-3)
+
+    # The two models' gaps are the same but for random values, so the difference is near 0.
     gap = tables["Norm and turning by layer"].loc["gap, first third"]
     assert re.match(r"−?0\.00\d+ \(", gap[DIFFERENCE])
-    assert set(tables["Keys and values"][DIFFERENCE]) == {""}
+
+    # The gain is one number for each model, and a difference without an interval is not shown.
     assert tables["The norm after the projector"].loc["gain l2"].tolist() == ["8.1", "8.1", ""]
-    assert DIFFERENCE not in make_tables(make_report(named[0]).models, rows)["Keys and values"]
+    assert set(tables["Keys and values"][DIFFERENCE]) == {""}
 
 
-def test_the_page_is_self_contained_and_texts_are_not_markup(tmp_path: Path) -> None:
-    named = [(HOSTILE, make_rows_of_a_model()), ("plain", make_rows_of_a_model(seed=1, with_keys=False))]
-    report = replace(make_report(*named), data=HOSTILE, command=HOSTILE, unreadable=[HOSTILE])
-    figures = draw_figures({model.name: model.summary for model in report.models})
-    assert {*figures, "attention_map", "key_map", "sweep"} == set(FIGURES)
-    assert plt.get_fignums() == []  # a notebook would show open figures below every cell
+def test_one_model_has_no_column_of_differences() -> None:
+    rows_by_name = {"first": make_rows_of_a_model()}
+    tables = make_tables(make_report(rows_by_name).models, join_rows(rows_by_name))
+    assert tables["Norms up to the decoder"].columns.tolist() == ["first"]
+
+
+# Rows of two models: one has the hostile name, the other has no keys.
+HOSTILE_ROWS = {HOSTILE: make_rows_of_a_model(), "plain": make_rows_of_a_model(seed=1, with_keys=False)}
+
+
+@pytest.fixture(scope="module")
+def hostile_report() -> Report:
+    """A report in which every text that a user may write is `HOSTILE`."""
+    return replace(make_report(HOSTILE_ROWS), data=HOSTILE, command=HOSTILE, unreadable=[HOSTILE])
+
+
+@pytest.fixture(scope="module")
+def figure_folder(hostile_report: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the report's figures as PNG files."""
+    folder = tmp_path_factory.mktemp("figures")
+    figures = draw_figures({model.name: model.summary for model in hostile_report.models})
     for name, figure in figures.items():
-        save_figure(figure, tmp_path / f"{name}.png")
-    rows = pd.concat([rows.assign(model=name) for name, rows in named])
-    page = render_html(report, rows, tmp_path)
-    assert "<script" not in page
-    assert page.count("<img") == len(figures)
+        save_figure(figure, folder / f"{name}.png")
+    return folder
+
+
+def test_all_figures_that_do_not_need_a_model_or_a_sweep_are_drawn(figure_folder: Path) -> None:
+    drawn = {path.stem for path in figure_folder.iterdir()}
+    assert drawn == set(FIGURES) - {"attention_map", "key_map", "sweep"}
+    assert plt.get_fignums() == []  # a notebook would show open figures below every cell
+
+
+def test_the_page_is_self_contained(hostile_report: Report, figure_folder: Path) -> None:
+    page = render_html(hostile_report, join_rows(HOSTILE_ROWS), figure_folder)
+    num_figures = len(list(figure_folder.iterdir()))
     links = re.findall(r'(?:src|href)="([^"]*)', page)
-    assert len(links) == len(figures)
-    assert all(link.startswith("data:image/png;base64,") for link in links)
-    text = unescape(re.sub(r"<[^>]+>", " ", page))
-    assert text.count(HOSTILE) > 6
-    assert not re.search(r"\bnan\b|\bNone\b", text)
-    (tmp_path / "keys.png").unlink()
-    assert render_html(report, rows, tmp_path).count("<figure>") == len(figures) - 1
+    assert page.count("<img") == num_figures
+    assert len(links) == num_figures
+    for link in links:
+        assert link.startswith("data:image/png;base64,")
+
+
+def test_texts_of_users_are_not_markup(hostile_report: Report, tmp_path: Path) -> None:
+    page = render_html(hostile_report, join_rows(HOSTILE_ROWS), tmp_path)
+    assert "<script" not in page
+    text_without_tags = unescape(re.sub(r"<[^>]+>", " ", page))
+    assert text_without_tags.count(HOSTILE) > 6  # the model's name in several places, the data, the command, a row
+    assert not re.search(r"\bnan\b|\bNone\b", text_without_tags)
+
+
+def test_a_figure_that_is_missing_is_left_out_of_the_page(hostile_report: Report, tmp_path: Path) -> None:
+    (tmp_path / "overview.png").write_bytes(b"the only figure")
+    page = render_html(hostile_report, join_rows(HOSTILE_ROWS), tmp_path)
+    assert page.count("<figure>") == 1

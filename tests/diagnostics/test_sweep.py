@@ -1,4 +1,4 @@
-"""A sweep of the norm of image tokens, against multiplying the decoder's input by hand and against plain passes."""
+"""A sweep of the norm of image tokens, compared with multiplying the decoder's input by hand and with plain passes."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,15 +21,19 @@ from diagnostics.answers import distributions, encode_prompts, make_prompt, read
 from diagnostics.loading import load_model, load_questions
 from diagnostics.norm_sweep import ask_question
 from diagnostics.parts import DiagnosticsError, find_decoder
-from diagnostics.scaling import scaled
+from diagnostics.scaling import BLANK_PICTURE, OTHER_PICTURE, OWN_PICTURE, scaled
+
+
+# What the small models are asked about each picture.
+QUESTION = "what is it?"
 
 
 @contextmanager
-def by_hand(model: PreTrainedModel, mask: torch.Tensor, scale: float) -> Iterator[None]:
-    """Multiply the language model's input embeddings at the positions of a mask, `(S,)`."""
+def multiplied_by_hand(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -> Iterator[None]:
+    """Multiply the language model's input embeddings at the image tokens, `(S,)`."""
 
     def multiply(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        factors = torch.where(mask, scale, 1.0)[:, None]
+        factors = torch.where(is_image_token, scale, 1.0)[:, None]  # [S, 1]
         return args, kwargs | {"inputs_embeds": kwargs["inputs_embeds"] * factors}
 
     handle = model.get_decoder().register_forward_pre_hook(multiply, with_kwargs=True)
@@ -46,48 +50,53 @@ def test_scaling_equals_multiplying_by_hand(name: str) -> None:
     plain = model(**sample).logits
 
     with scaled(model, is_image_token, 1.0):
-        assert torch.equal(model(**sample).logits, plain)
+        logits_at_scale_1 = model(**sample).logits
+    assert torch.equal(logits_at_scale_1, plain)
 
-    with by_hand(model, is_image_token, 3.0):
+    with multiplied_by_hand(model, is_image_token, 3.0):
         expected = model(**sample).logits
-    with scaled(model, is_image_token[None], 3.0):
-        multiplied = model(**sample).logits
-    assert torch.allclose(multiplied, expected, atol=1e-5)
-    assert not torch.allclose(multiplied, plain, atol=1e-4)
+    with scaled(model, is_image_token[None], 3.0):  # the mask may also have a batch axis
+        logits_at_scale_3 = model(**sample).logits
+    assert torch.allclose(logits_at_scale_3, expected, atol=1e-5)
+    assert not torch.allclose(logits_at_scale_3, plain, atol=1e-4)
 
-    assert torch.equal(model(**sample).logits, plain)
+    logits_afterwards = model(**sample).logits
+    assert torch.equal(logits_afterwards, plain)
 
 
 @pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "qwen3_vl", "gemma3", "glm4v"])
 @torch.no_grad()
 def test_answers_are_scored_as_in_one_pass(name: str) -> None:
-    """The answer is scored together with a longer one, so that it is padded."""
+    """Each answer is scored together with a longer answer, so that it is padded."""
     model = families.build(name)
     sample = families.inputs(name)
     prompt_ids = sample["input_ids"]
     prompt_length = prompt_ids.shape[1]
     model.lm_head.weight *= 20  # so that logits differ clearly between positions
 
+    longer_answer = [8, 9, 8, 9]  # any token ids
     for answer in ([5, 6, 7], [8, 9]):
-        longer_answer = [8, 9, 8, 9]
         _, log_probabilities = distributions(model, read_prompt(model, sample), [longer_answer, answer])
 
-        # The same prompt with the answer behind it. Text has token type 0.
+        # The same sample with the answer after the prompt: inputs with a value for each token get more values.
         answered = dict(sample)
-        for name_of_input, tensor in sample.items():
+        for input_name, tensor in sample.items():
             if tensor.shape == prompt_ids.shape:
-                fill = 1 if name_of_input == "attention_mask" else 0
-                answered[name_of_input] = pad(tensor, (0, len(answer)), value=fill)
+                fill = 1 if input_name == "attention_mask" else 0  # text has token type 0
+                answered[input_name] = pad(tensor, (0, len(answer)), value=fill)
         answered["input_ids"] = torch.cat([prompt_ids, torch.tensor([answer])], dim=1)
 
-        expected = model(**answered).logits[0, prompt_length - 1 : -1].log_softmax(dim=-1)
+        logits = model(**answered).logits[0]  # [S, vocab_size]
+        # The logits of a token are at the position before it.
+        expected = logits[prompt_length - 1 : -1].log_softmax(dim=-1)
         assert torch.allclose(log_probabilities, expected, atol=1e-4)
 
 
 def loss_by_hand(model: PreTrainedModel, inputs: Any, tokens: list[int], scale: float) -> float:
-    """Mean loss of an answer's tokens, from one pass over prompt and answer."""
+    """Mean loss of an answer's tokens, from one pass over prompt and answer with multiplied image tokens."""
     ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)
-    with by_hand(model, ids[0] == model.config.image_token_id, scale):
+    is_image_token = ids[0] == model.config.image_token_id
+    with multiplied_by_hand(model, is_image_token, scale):
         logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits
     # The logits of a token are at the position before it.
     at_answer = logits[0, -len(tokens) - 1 : -1]
@@ -96,23 +105,24 @@ def loss_by_hand(model: PreTrainedModel, inputs: Any, tokens: list[int], scale: 
 
 @pytest.fixture
 def data(tmp_path: Path, picture: Image.Image) -> Path:
-    """Three pictures with the same question and two different answers."""
+    """Rows with three pictures, 0.png to 2.png, and the same question. The answers are "A", "dog" and "A"."""
     rows = []
-    for turn, answer in enumerate(("A", "dog", "A")):
-        picture.rotate(90 * turn).save(tmp_path / f"{turn}.png")
-        turns = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": answer}]
-        rows.append({"image": f"{turn}.png", "conversations": turns})
+    for number, answer in enumerate(("A", "dog", "A")):
+        picture.rotate(90 * number).save(tmp_path / f"{number}.png")
+        turns = [{"from": "human", "value": f"<image>\n{QUESTION}"}, {"from": "gpt", "value": answer}]
+        rows.append({"image": f"{number}.png", "conversations": turns})
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     return tmp_path / "rows.json"
 
 
-def second_picture(data: Path) -> Image.Image:
-    """The picture of the second question, whose answer is "dog"."""
-    return Image.open(data.with_name("1.png")).convert("RGB")
+def dog_prompt(processor: Any, data: Path) -> Any:
+    """The inputs for the question about 1.png, whose answer is "dog"."""
+    picture = Image.open(data.with_name("1.png")).convert("RGB")
+    return encode_prompts(processor, [make_prompt(QUESTION, picture)])
 
 
-def by_place(swept: pd.DataFrame) -> pd.Series:
-    """A sweep's values by measure, control, dose and picture."""
+def values_of(swept: pd.DataFrame) -> pd.Series:
+    """The values of a sweep by measure, control, dose and picture."""
     return swept.set_index(["measure", "control", "dose", "picture"])["value"].sort_index()
 
 
@@ -123,7 +133,7 @@ def processor(composed: Callable[..., Path]) -> Any:
 
 @pytest.fixture
 def sharp_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that does not find all answers about equally likely."""
+    """A model that doesn't find all answers about equally likely, as a random model does."""
     with torch.no_grad():
         model.lm_head.weight *= 20
     return model
@@ -133,39 +143,46 @@ def sharp_model(model: PreTrainedModel) -> PreTrainedModel:
 def test_losses_of_a_sweep_are_those_of_passes_by_hand(
     sharp_model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
-    rows = by_place(sweep(sharp_model, processor, data).swept)
+    values = values_of(sweep(sharp_model, processor, data).swept)
     dog = processor.tokenizer("dog<|im_end|>", add_special_tokens=False).input_ids
-    own = encode_prompts(processor, [make_prompt("what is it?", second_picture(data))])
-    blank = encode_prompts(processor, [make_prompt("what is it?", Image.new("RGB", (40, 30), "white"))])
-    for control, inputs, dose in (("", own, 1.0), ("", own, 10.0), ("blank", blank, 10.0)):
+    own = dog_prompt(processor, data)
+    white_picture = Image.new("RGB", (40, 30), "white")  # as large as 1.png
+    blank = encode_prompts(processor, [make_prompt(QUESTION, white_picture)])
+    for control, inputs, dose in ((OWN_PICTURE, own, 1.0), (OWN_PICTURE, own, 10.0), (BLANK_PICTURE, blank, 10.0)):
         expected = loss_by_hand(sharp_model, inputs, dog, dose)
-        assert rows["loss", control, dose, 1].item() == pytest.approx(expected, abs=1e-4)
+        assert values["loss", control, dose, 1].item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_changes_are_differences_to_the_own_picture_at_dose_1(
     sharp_model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
-    rows = by_place(sweep(sharp_model, processor, data).swept)
-    assert rows["kl", "", 1.0].abs().max() < 1e-6
-    assert rows["kl", "", 30.0].min() > 1e-6
-    for control in ("", "blank", "another's"):
-        change = rows["loss", control, 30.0] - rows["loss", "", 1.0]
-        assert rows["loss_change", control, 30.0].to_numpy() == pytest.approx(change.to_numpy())
+    values = values_of(sweep(sharp_model, processor, data).swept)
+    assert values["kl", OWN_PICTURE, 1.0].abs().max() < 1e-6
+    assert values["kl", OWN_PICTURE, 30.0].min() > 1e-6
+    for control in (OWN_PICTURE, BLANK_PICTURE, OTHER_PICTURE):
+        change = values["loss", control, 30.0] - values["loss", OWN_PICTURE, 1.0]
+        assert values["loss_change", control, 30.0].to_numpy() == pytest.approx(change.to_numpy())
 
 
 def test_one_dose_gives_image_tokens_the_norm_of_text_tokens(
     model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
-    rows = by_place(sweep(model, processor, data).swept)
-    doses = rows["kl", ""].index.get_level_values("dose").unique()
-    image_norm = rows["length", "", 1.0].mean()  # in multiples of the norm of text tokens
-    assert 1 / image_norm == pytest.approx(min(doses, key=lambda dose: abs(dose * image_norm - 1)))
+    values = values_of(sweep(model, processor, data).swept)
+    doses = values["kl", OWN_PICTURE].index.get_level_values("dose").unique()
+    image_norm = values["length", OWN_PICTURE, 1.0].mean()  # in multiples of the norm of text tokens
+    expected_dose = 1 / image_norm
+    nearest_dose = min(doses, key=lambda dose: abs(dose - expected_dose))
+    assert nearest_dose == pytest.approx(expected_dose)
 
 
 @torch.no_grad()
 def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, processor: Any, data: Path) -> None:
-    rows = by_place(sweep(model, processor, data).swept)
+    values = values_of(sweep(model, processor, data).swept)
     attention = find_decoder(model).layers[-1].self_attn  # of two layers, only the last is measured
+    inputs = dog_prompt(processor, data)
+    is_image_token = inputs["input_ids"][0] == model.config.image_token_id
+
+    # Of each projection, the output at dose 1 and then the output at dose 10.
     outputs: dict[str, list[torch.Tensor]] = {"k_proj": [], "v_proj": []}
 
     def keep(name: str, module: Any, args: Any, output: torch.Tensor) -> None:
@@ -173,10 +190,8 @@ def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, pr
 
     for name in outputs:
         getattr(attention, name).register_forward_hook(partial(keep, name))
-    inputs = encode_prompts(processor, [make_prompt("what is it?", second_picture(data))])
-    is_image_token = inputs["input_ids"][0] == model.config.image_token_id
     for dose in (1.0, 10.0):
-        with by_hand(model, is_image_token, dose):
+        with multiplied_by_hand(model, is_image_token, dose):
             model(**inputs)
 
     for measure, name in (("keys, turned", "k_proj"), ("values, turned", "v_proj")):
@@ -184,32 +199,40 @@ def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, pr
         before = at_dose_1[0, is_image_token].unflatten(-1, (-1, attention.head_dim))
         after = at_dose_10[0, is_image_token].unflatten(-1, (-1, attention.head_dim))
         expected = 1 - cosine_similarity(before, after, dim=-1).mean().item()
-        assert rows[measure, "", 10.0, 1] == pytest.approx(expected, abs=1e-5)
+        assert values[measure, OWN_PICTURE, 10.0, 1] == pytest.approx(expected, abs=1e-5)
 
 
 @torch.no_grad()
-def test_what_layer_1_adds_is_what_its_two_parts_return(model: PreTrainedModel, processor: Any, data: Path) -> None:
-    rows = by_place(sweep(model, processor, data).swept)
-    layer = find_decoder(model).layers[0]
-    states: dict[str, torch.Tensor] = {}
-    layer.self_attn.register_forward_hook(lambda _, args, output: states.update(attention=output[0]))
-    layer.mlp.register_forward_hook(lambda _, args, output: states.update(mlp=output))
-    layer.register_forward_pre_hook(lambda _, args: states.update(entered=args[0]))
-    inputs = encode_prompts(processor, [make_prompt("what is it?", second_picture(data))])
-    model(**inputs)
-
-    is_image_token = inputs["input_ids"][0] == model.config.image_token_id
-    norms = {part: tensor[0, is_image_token].norm(dim=-1).mean().item() for part, tensor in states.items()}
-    for part in ("attention", "mlp"):
-        measured = rows[f"{part}_update", "", 1.0, 1].item() / rows["length", "", 1.0, 1].item()
-        assert measured == pytest.approx(norms[part] / norms["entered"], rel=1e-4)
-
-
-def test_too_few_pictures_and_a_model_in_training_mode_are_refused(
+def test_what_layer_1_adds_is_what_its_attention_and_its_mlp_return(
     model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
+    """The sweep measures both from the layer's hidden states, and not from what the two modules return."""
+    values = values_of(sweep(model, processor, data).swept)
+    layer = find_decoder(model).layers[0]
+    inputs = dog_prompt(processor, data)
+    is_image_token = inputs["input_ids"][0] == model.config.image_token_id
+    norms: dict[str, float] = {}
+
+    def keep_norm(name: str, states: torch.Tensor) -> None:
+        norms[name] = states[0, is_image_token].norm(dim=-1).mean().item()
+
+    layer.register_forward_pre_hook(lambda module, args: keep_norm("entered", args[0]))
+    layer.self_attn.register_forward_hook(lambda module, args, output: keep_norm("attention", output[0]))
+    layer.mlp.register_forward_hook(lambda module, args, output: keep_norm("mlp", output))
+    model(**inputs)
+
+    length = values["length", OWN_PICTURE, 1.0, 1].item()
+    for part in ("attention", "mlp"):
+        update = values[f"{part}_update", OWN_PICTURE, 1.0, 1].item()
+        assert update / length == pytest.approx(norms[part] / norms["entered"], rel=1e-4)
+
+
+def test_too_few_pictures_are_refused(model: PreTrainedModel, processor: Any, data: Path) -> None:
     with pytest.raises(DiagnosticsError, match=r"there are 2: give at least 3\."):
         sweep(model, processor, data, num_samples=2)
+
+
+def test_a_model_in_training_mode_is_refused(model: PreTrainedModel, processor: Any, data: Path) -> None:
     with pytest.raises(DiagnosticsError, match=r"call model.eval\(\)"):
         sweep(model.train(), processor, data)
 
@@ -218,58 +241,75 @@ def test_too_few_pictures_and_a_model_in_training_mode_are_refused(
 def test_all_pictures_of_a_row_are_asked_about(model: PreTrainedModel, processor: Any, data: Path) -> None:
     rows = json.loads(data.read_text())
     rows[0]["image"] = ["0.png", "1.png"]
-    rows[0]["conversations"][0]["value"] = "<image><image>\nwhat is it?"
+    rows[0]["conversations"][0]["value"] = f"<image><image>\n{QUESTION}"
     data.write_text(json.dumps(rows))
     questions = load_questions(data, 3).questions
 
-    measured = ask_question(model, processor, questions, 0, [1.0])
-    (loss,) = [row.value for row in measured if row.measure == "loss" and row.control == ""]
+    measured = ask_question(model, processor, questions, number=0, doses=[1.0])
+    (loss,) = [row.value for row in measured if row.measure == "loss" and row.control == OWN_PICTURE]
     right = processor.tokenizer("A<|im_end|>", add_special_tokens=False).input_ids
     expected = loss_by_hand(model, encode_prompts(processor, [questions[0].prompt]), right, 1.0)
     assert loss == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_model_that_always_answers_a_is_right_where_a_is_right(always_a: Callable[..., Path], data: Path) -> None:
-    """Its answer has one letter, fewer tokens than a greedy answer may have. At dose 1 no answer changes."""
+    """The model ends its turn after the "A". At dose 1 its answer doesn't change."""
     model, processor = load_model(str(always_a()))
     questions = load_questions(data, 3).questions
-    for number, named in ((0, 1), (1, 0)):  # the right answers are "A" and "dog"
-        measured = ask_question(model, processor, questions, number, [1.0])
-        assert {row.value for row in measured if row.measure == "changed"} == {0}
-        assert {row.value for row in measured if row.measure == "named"} == {named}
+
+    def scores(number: int, measure: str) -> set[float]:
+        measured = ask_question(model, processor, questions, number, doses=[1.0])
+        return {row.value for row in measured if row.measure == measure}
+
+    assert scores(0, "named") == {1}  # the right answer is "A"
+    assert scores(1, "named") == {0}  # the right answer is "dog"
+    assert scores(0, "changed") == {0}
+    assert scores(1, "changed") == {0}
 
 
-@pytest.mark.parametrize("with_answers", [True, False])
-def test_the_command(
-    with_answers: bool, composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Rows with answers; and pictures without answers, with a model that has no norm before its MLP."""
-    source = data
-    if not with_answers:
-        source = tmp_path / "pictures"
-        source.mkdir()
-        for path in tmp_path.glob("*.png"):
-            path.rename(source / path.name)
-        monkeypatch.setattr(hooks, "MLP_NORMS", ())
-    monkeypatch.setattr("diagnostics.tokens.SINK_FACTOR", 1.01)  # so that some image tokens are sinks
-
-    out = tmp_path / "report"
-    options = ["--model", composed(), "--data", source, "--output_dir", out, "--sweep", "--num_samples", 3]
+def run_sweep(model: Path, data: Path, output_dir: Path) -> tuple[pd.DataFrame, str]:
+    """Run the command with `--sweep`, and return the rows of sweep.csv and the page."""
+    options = ["--model", model, "--data", data, "--output_dir", output_dir, "--sweep", "--num_samples", 3]
     main([str(option) for option in options])
 
-    rows = pd.read_csv(out / "sweep.csv").fillna({"control": ""})
-    measures = set(rows["measure"])
-    norms = rows.query("measure == 'norm' and layer == 0 and dose == 1").groupby("modality")["value"].mean()
-    assert rows.query("measure == 'length'")["value"].mean() == pytest.approx(norms["visual"] / norms["text"])
-    assert set(rows["control"]) == ({"", "blank", "another's"} if with_answers else {""})
-    assert ("named" in measures) == with_answers
-    # Without a norm before the MLP, the two updates can't be told apart.
-    assert ("attention_update" in measures) == with_answers
-    assert ("mlp_update" in measures) == with_answers
+    rows = pd.read_csv(output_dir / "sweep.csv").fillna({"control": OWN_PICTURE})
+    page = (output_dir / "report.html").read_text()
+    assert (output_dir / "figures/sweep.png").exists()
+    return rows, page
 
-    page = (out / "report.html").read_text()
-    assert ("attention and MLP add was not told apart" in page) != with_answers
-    assert ("Rows without answers tell only what changes" in page) != with_answers
-    first_chapter = page.split("<h2>")[0]
-    assert "Image tokens enter at " in first_chapter
-    assert (out / "figures/sweep.png").exists()
+
+def test_the_command_with_rows_that_have_answers(
+    composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("diagnostics.tokens.SINK_FACTOR", 1.01)  # so that some image tokens are sinks
+    rows, page = run_sweep(composed(), data, tmp_path / "report")
+
+    assert set(rows["control"]) == {OWN_PICTURE, BLANK_PICTURE, OTHER_PICTURE}
+    assert {"named", "attention_update", "mlp_update"} <= set(rows["measure"])
+
+    # Sinks count neither for `length` nor for `norm`.
+    length = rows.query("measure == 'length'")["value"].mean()
+    norms = rows.query("measure == 'norm' and layer == 0 and dose == 1").groupby("modality")["value"].mean()
+    assert length == pytest.approx(norms["visual"] / norms["text"])
+
+    summary_of_page = page.split("<h2>")[0]  # before the first chapter
+    assert "Image tokens enter at " in summary_of_page
+    assert "was not told apart" not in page
+    assert "Rows without answers" not in page
+
+
+def test_the_command_with_pictures_and_a_model_without_a_norm_before_its_mlp(
+    composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There are no answers to score, and what attention adds can't be told apart from what the MLP adds."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for path in data.parent.glob("*.png"):
+        path.rename(pictures / path.name)
+    monkeypatch.setattr(hooks, "MLP_NORMS", ())
+    rows, page = run_sweep(composed(), pictures, tmp_path / "report")
+
+    assert set(rows["control"]) == {OWN_PICTURE}
+    assert {"named", "attention_update", "mlp_update"}.isdisjoint(rows["measure"])
+    assert "attention and MLP add was not told apart" in page
+    assert "Rows without answers tell only what changes" in page

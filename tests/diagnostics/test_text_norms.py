@@ -1,5 +1,6 @@
 """Norms of text embeddings: a language model beside the vision-language model that was composed from it."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,23 +15,26 @@ from diagnostics.text_norms import compare_text_norms, main
 def read_embeddings(folder: Path) -> torch.Tensor:
     """The weight of a folder's text embeddings, `(num_embeddings, hidden_size)`, without loading a model."""
     weights = load_file(folder / "model.safetensors")
-    (name,) = (name for name in weights if name.endswith("embed_tokens.weight"))
-    return weights[name]
+    return weights[find_embeddings(weights)]
 
 
-def test_a_language_model_beside_the_model_composed_from_it(
+def find_embeddings(weights: dict[str, torch.Tensor]) -> str:
+    """The name of the text embeddings' weight."""
+    (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
+    return name
+
+
+def test_a_language_model_beside_two_models_composed_from_it(
     backbones: Callable[[str], Path],
     composed: Callable[..., Path],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """One is as composing leaves it. The other has embeddings that are 1.5 times as large, and one that is zero."""
     base = backbones("qwen2")
-    trained = tmp_path / "trained"
-    trained.mkdir()
-    for file in composed().iterdir():
-        (trained / file.name).write_bytes(file.read_bytes())
+    trained = shutil.copytree(composed(), tmp_path / "trained")
     weights = load_file(trained / "model.safetensors")
-    (name,) = (name for name in weights if name.endswith("embed_tokens.weight"))
+    name = find_embeddings(weights)
     weights[name] = 1.5 * weights[name]
     weights[name][3] = 0
     save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
@@ -38,32 +42,42 @@ def test_a_language_model_beside_the_model_composed_from_it(
     main(["--model", str(base), str(composed()), str(trained), "--output_dir", str(tmp_path / "norms")])
 
     table = pd.read_csv(tmp_path / "norms" / "text_norms.csv").set_index("model")
-    by_hand = torch.linalg.norm(read_embeddings(base).double(), dim=-1)
-    assert table.loc[str(base), "mean"] == pytest.approx(by_hand.mean().item(), rel=1e-6)
-    assert table.loc[str(base), "standard_deviation"] == pytest.approx(by_hand.numpy().std(), rel=1e-5)
-    assert table.loc[str(base), "embeddings"] == len(by_hand)
+    norms_of_base = torch.linalg.norm(read_embeddings(base).double(), dim=-1)
+    row_of_base = table.loc[str(base)]
+    assert row_of_base["mean"] == pytest.approx(norms_of_base.mean().item(), rel=1e-6)
+    assert row_of_base["standard_deviation"] == pytest.approx(norms_of_base.numpy().std(), rel=1e-5)
+    assert row_of_base["embeddings"] == len(norms_of_base)
+
     assert table.loc[str(composed()), "ratio"] == pytest.approx(1, rel=1e-6)  # composing leaves embeddings as they are
 
-    by_hand = torch.linalg.norm(read_embeddings(trained).double(), dim=-1)
-    kept = by_hand[by_hand > 0]
-    assert table.loc[str(trained), "embeddings"] == len(kept) == len(by_hand) - 1
-    assert table.loc[str(trained), "mean"] == pytest.approx(kept.mean().item(), rel=1e-6)
-    assert table.loc[str(trained), "ratio"] == pytest.approx(1.5, rel=0.01)
-    assert "standard_deviation" in caplog.text
+    norms_of_trained = torch.linalg.norm(read_embeddings(trained).double(), dim=-1)
+    nonzero = norms_of_trained[norms_of_trained > 0]
+    row_of_trained = table.loc[str(trained)]
+    assert len(nonzero) == len(norms_of_trained) - 1
+    assert row_of_trained["embeddings"] == len(nonzero)
+    assert row_of_trained["mean"] == pytest.approx(nonzero.mean().item(), rel=1e-6)
+    assert row_of_trained["ratio"] == pytest.approx(1.5, rel=0.01)  # not exactly, because one embedding is left out
+
+    assert "standard_deviation" in caplog.text  # the table is printed too
 
 
 def test_the_scale_of_a_decoder_counts(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     """Gemma multiplies its embeddings by the root of its width before its first layer."""
     base = backbones("gemma3")
     main(["--model", str(base), "--output_dir", str(tmp_path)])
-    by_hand = torch.linalg.norm(read_embeddings(base).double(), dim=-1)
-    width = read_embeddings(base).shape[1]
+    embeddings = read_embeddings(base)
+    width = embeddings.shape[1]
+    norms = torch.linalg.norm(embeddings.double(), dim=-1)
+    nonzero = norms[norms > 0]
     mean = pd.read_csv(tmp_path / "text_norms.csv")["mean"].item()
-    assert mean == pytest.approx(width**0.5 * by_hand[by_hand > 0].mean().item(), rel=1e-5)
+    assert mean == pytest.approx(width**0.5 * nonzero.mean().item(), rel=1e-5)
 
 
-def test_what_can_not_be_compared() -> None:
+def test_a_model_whose_embeddings_are_all_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="new: all of its text embeddings are zero"):
         compare_text_norms({"base": torch.ones(3), "new": torch.zeros(3)})
+
+
+def test_a_model_that_is_named_twice_is_refused() -> None:
     with pytest.raises(SystemExit, match="names a model twice"):
         main(["--model", "owner/one", "owner/one"])

@@ -1,84 +1,91 @@
-"""The judgement of a sweep, at the borders of each rule, and the sentences that tell it."""
+"""The verdict on a sweep, at the borders of each rule, and the sentences that tell it."""
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from diagnostics.report import tell_sweep
+from diagnostics.scaling import OWN_PICTURE
 from diagnostics.table import Estimate, Summary, make_rows, summaries_by_dose
 from diagnostics.verdict import (
     KEPT_BY_EPS,
     SMALLEST,
     Advice,
     Place,
-    as_share,
     choose_advice,
+    clip_share,
     doses_above_zero,
     doses_below_zero,
     judge_sweep,
-    kept_by_eps,
     place_norm,
+    share_kept_by_eps,
 )
 
 
-# Changes of three pictures: the interval of the first is above 0, the interval of the second holds 0.
-CLEAR = np.array([0.2, 0.3, 0.4])
-UNCLEAR = np.array([-0.2, 0.3, 0.4])
+# Changes of three pictures.
+CLEAR = np.array([0.2, 0.3, 0.4])  # the interval is above 0
+UNCLEAR = np.array([-0.2, 0.3, 0.4])  # the interval contains 0
 ZERO = np.zeros(3)
 
 
-def sweep_rows(changes: dict[float, np.ndarray], answers: str = "several", mlp_is_told: bool = True) -> pd.DataFrame:
-    """Rows of a sweep of three pictures with these changes at each dose.
+def sweep_rows(
+    changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True
+) -> pd.DataFrame:
+    """Rows of a sweep of three pictures.
 
     Args:
-        changes: Changes of the share of right answers by dose. Their loss changes by the same number with the other
-            sign.
+        changes: For each dose but 1, the change of the share of right answers of each picture. The loss of the right
+            answer changes by the same number with the opposite sign.
         answers: "several" if the data has several answers to the question, "one", or "no".
-        mlp_is_told: Whether what layer 1's attention adds is told apart from what its MLP adds.
+        updates_are_known: Whether what layer 1's attention adds is told apart from what its MLP adds.
     """
     rows = []
     for dose, change in {1.0: ZERO, **changes}.items():
-        numbers = {"kl": np.ones(3), "changed": np.array([0.0, 1.0, 1.0])}
+        values_by_measure = {"kl": np.ones(3), "changed": np.array([0.0, 1.0, 1.0])}
         if answers != "no":
-            numbers |= {"loss": 2 - change, "loss_change": -change}
+            values_by_measure |= {"loss": 2 - change, "loss_change": -change}
         if answers == "several":
-            numbers |= {"named": 0.5 + change, "named_change": change}
+            values_by_measure |= {"named": 0.5 + change, "named_change": change}
         if dose == 1:
-            numbers |= {"length": np.ones(3), "eps": np.zeros(3)}
-        if dose == 1 and mlp_is_told:
-            numbers |= {"attention_update": 2 * np.ones(3), "mlp_update": 3 * np.ones(3)}
-        for measure, values in numbers.items():
-            rows.append(make_rows(measure, values).assign(dose=dose, control=""))
+            values_by_measure |= {"length": np.ones(3), "eps": np.zeros(3)}
+        if dose == 1 and updates_are_known:
+            values_by_measure |= {"attention_update": 2 * np.ones(3), "mlp_update": 3 * np.ones(3)}
+        for measure, values in values_by_measure.items():
+            rows.append(make_rows(measure, values).assign(dose=dose, control=OWN_PICTURE))
     return pd.concat(rows)
 
 
-def summaries(changes: Sequence[Sequence[float]]) -> dict[float, Summary]:
-    """Summaries with one measure, "x", by dose: the first dose is 1, the second 2, and so on.
-
-    Args:
-        changes: For each dose, the values of the pictures.
-    """
-    return {float(dose): Summary.of(make_rows("x", values)) for dose, values in enumerate(changes, 1)}
+@pytest.mark.parametrize(
+    ("changes", "advice", "better", "worse"),
+    [
+        pytest.param({0.3: -CLEAR, 3.0: -CLEAR}, Advice.HARMS, [], [0.3, 3.0], id="both worse"),
+        pytest.param({0.3: -UNCLEAR, 3.0: -CLEAR}, Advice.HARMS, [], [3.0], id="one worse"),
+        pytest.param({0.3: -CLEAR, 3.0: CLEAR}, Advice.MAY_HELP, [3.0], [0.3], id="one worse, one better"),
+        pytest.param({0.3: UNCLEAR, 3.0: ZERO}, Advice.UNCLEAR, [], [], id="nothing clear"),
+    ],
+)
+def test_advice_follows_clear_changes_of_right_answers(
+    changes: dict[float, np.ndarray], advice: Advice, better: list[float], worse: list[float]
+) -> None:
+    verdict = judge_sweep(summaries_by_dose(sweep_rows(changes)))
+    assert verdict.advice == advice
+    assert verdict.better == better
+    assert verdict.worse == worse
+    assert verdict.num_tried == 2
 
 
 @pytest.mark.parametrize(
     ("changes", "answers", "advice", "better", "worse"),
     [
-        ({0.3: -CLEAR, 3.0: -CLEAR}, "several", Advice.HARMS, [], [0.3, 3.0]),
-        ({0.3: -UNCLEAR, 3.0: -CLEAR}, "several", Advice.HARMS, [], [3.0]),
-        ({0.3: -CLEAR, 3.0: CLEAR}, "several", Advice.MAY_HELP, [3.0], [0.3]),
-        ({0.3: UNCLEAR, 3.0: ZERO}, "several", Advice.UNCLEAR, [], []),
-        # By the loss, which falls where right answers rise.
-        ({0.3: -CLEAR, 3.0: UNCLEAR}, "one", Advice.HARMS, [], [0.3]),
-        ({0.3: -CLEAR, 3.0: CLEAR}, "one", Advice.MAY_HELP, [3.0], [0.3]),
-        # Without answers nothing is better or worse.
-        ({0.3: -CLEAR, 3.0: CLEAR}, "no", None, [], []),
+        # `sweep_rows` lets the loss rise where right answers fall.
+        pytest.param({0.3: -CLEAR, 3.0: UNCLEAR}, "one", Advice.HARMS, [], [0.3], id="loss, one worse"),
+        pytest.param({0.3: -CLEAR, 3.0: CLEAR}, "one", Advice.MAY_HELP, [3.0], [0.3], id="loss, one better"),
+        pytest.param({0.3: -CLEAR, 3.0: CLEAR}, "no", None, [], [], id="no answers"),
     ],
 )
-def test_advice_follows_what_is_clear(
+def test_advice_follows_the_loss_if_there_is_one_answer_and_is_missing_without_answers(
     changes: dict[float, np.ndarray],
     answers: str,
     advice: Advice | None,
@@ -89,18 +96,18 @@ def test_advice_follows_what_is_clear(
     assert verdict.advice == advice
     assert verdict.better == better
     assert verdict.worse == worse
-    assert verdict.num_tried == len(changes)
 
 
-def test_a_dose_that_helps_counts_more_than_those_that_harm() -> None:
+def test_a_dose_that_helps_counts_more_than_doses_that_harm() -> None:
     assert choose_advice(better=[3.0], worse=[0.03, 0.1, 0.3]) == Advice.MAY_HELP
     assert choose_advice(better=[], worse=[0.03]) == Advice.HARMS
     assert choose_advice(better=[], worse=[]) == Advice.UNCLEAR
 
 
 def test_an_interval_that_ends_at_zero_is_not_clear() -> None:
-    """Two equal values have an interval without width. Dose 1 is the model as it is and is never better or worse."""
-    by_dose = summaries([[5, 5], [0, 0], [1, 1], [-1, -1]])
+    """The two pictures have equal values, so an interval has no width. Dose 1, the model as it is, is never clear."""
+    value_by_dose = {1.0: 5, 2.0: 0, 3.0: 1, 4.0: -1}
+    by_dose = {dose: Summary.of(make_rows("x", [value, value])) for dose, value in value_by_dose.items()}
     assert doses_above_zero(by_dose, "x") == [3.0]
     assert doses_below_zero(by_dose, "x") == [4.0]
 
@@ -108,68 +115,109 @@ def test_an_interval_that_ends_at_zero_is_not_clear() -> None:
 @pytest.mark.parametrize(
     ("image", "attention", "mlp", "place"),
     [
-        ((1.0, 2.0), (2.1, 3.0), (9.0, 9.5), Place.BELOW_ATTENTION),
-        ((1.0, 2.0), (2.0, 3.0), (9.0, 9.5), Place.NEAR_ONE),
-        ((3.1, 8.0), (2.0, 3.0), (8.1, 9.0), Place.BETWEEN),
-        ((3.1, 8.1), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE),
-        ((3.0, 8.0), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE),
-        ((9.1, 9.2), (2.0, 3.0), (8.1, 9.0), Place.ABOVE_BOTH),
-        ((9.0, 9.2), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE),
-        ((9.1, 9.2), (9.0, 9.1), (8.1, 9.0), Place.NEAR_ONE),
+        pytest.param((1.0, 2.0), (2.1, 3.0), (9.0, 9.5), Place.BELOW_ATTENTION, id="below attention"),
+        pytest.param((1.0, 2.0), (2.0, 3.0), (9.0, 9.5), Place.NEAR_ONE, id="meets attention from below"),
+        pytest.param((3.0, 8.0), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE, id="meets attention from above"),
+        pytest.param((3.1, 8.0), (2.0, 3.0), (8.1, 9.0), Place.BETWEEN, id="between"),
+        pytest.param((3.1, 8.1), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE, id="meets the MLP from below"),
+        pytest.param((9.0, 9.2), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE, id="meets the MLP from above"),
+        pytest.param((9.1, 9.2), (2.0, 3.0), (8.1, 9.0), Place.ABOVE_BOTH, id="above both"),
+        pytest.param((9.1, 9.2), (9.0, 9.1), (8.1, 9.0), Place.NEAR_ONE, id="above the MLP, meets attention"),
     ],
 )
 def test_norms_differ_where_their_intervals_do_not_meet(
     image: tuple[float, float], attention: tuple[float, float], mlp: tuple[float, float], place: Place
 ) -> None:
-    def estimate(low: float, high: float) -> Estimate:
+    """Each norm is given by the ends of its interval, `low` and `high`."""
+
+    def make_estimate(low: float, high: float) -> Estimate:
         return Estimate((low + high) / 2, low, high)
 
-    assert place_norm(estimate(*image), estimate(*attention), estimate(*mlp)) == place
+    assert place_norm(make_estimate(*image), make_estimate(*attention), make_estimate(*mlp)) == place
 
 
-def test_a_norm_has_no_place_if_the_updates_are_not_told_apart() -> None:
+def test_a_norm_has_no_place_if_the_updates_are_not_known() -> None:
     assert place_norm(Estimate(1.5, 1.0, 2.0), None, None) is None
 
 
-def test_eps_is_told_where_it_takes_a_tenth() -> None:
-    """The expected share is computed with RMSNorm itself."""
-    token = np.array([3.0, 4.0])
-
-    def rms_norm(token: np.ndarray, eps: float) -> float:
-        return float(np.linalg.norm(token / np.sqrt(np.mean(token**2) + eps)))
-
-    for eps, is_told in ((0.002, False), (0.003, True)):
-        kept = rms_norm(SMALLEST * token, eps) / rms_norm(SMALLEST * token, 0)
-        assert (kept < KEPT_BY_EPS) == is_told
-        told = kept_by_eps(image_norm=5.0, eps_norm=(len(token) * eps) ** 0.5)
-        if is_told:
-            assert told == pytest.approx(kept)
-        else:
-            assert told is None
+TOKEN = np.array([3.0, 4.0])  # its norm is 5
 
 
-def test_a_share_ends_at_none_and_at_all() -> None:
-    assert as_share(Estimate(0.9, 0.7, 1.1)) == (0.9, 0.7, 1.0)
-    assert as_share(Estimate(0.1, -0.1, 0.3)) == (0.1, 0.0, 0.3)
+def expected_share(eps: float) -> float:
+    """Norm of what RMSNorm makes of `TOKEN` at the smallest dose, over the same norm with an eps of 0."""
+    token = SMALLEST * TOKEN
+    mean_square = np.mean(token**2)
+    with_eps = np.linalg.norm(token / np.sqrt(mean_square + eps))
+    without_eps = np.linalg.norm(token / np.sqrt(mean_square))
+    return float(with_eps / without_eps)
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "said"),
-    [
-        ({0.3: -CLEAR, 3.0: ZERO}, {}, r"^Don't rescale this trained model: the share of right answers, 0\.5 .* as it "
-         r"is on 3 pictures, changes with image tokens × 0\.3 by −0\.30 \(.*\) and × 3 by nothing \(all pictures agree"
-         r"\); the right answer's loss, .*In right answers, clearly worse: × 0\.3; clearly better: none\.\n"),
-        ({0.3: CLEAR, 3.0: CLEAR}, {}, r"may help: .*none; clearly better: × 0\.3, × 3\.\n(.*\n)*It may see more at "
-         r"× 0\.3, × 3: of 2 norms tried, one can look better by chance\."),
-        ({0.3: -CLEAR, 3.0: ZERO}, {"answers": "one"}, r"model: the right answer's loss, .* In loss, clearly worse: "),
-        ({0.3: -CLEAR, 3.0: ZERO}, {"answers": "no"}, r"^Rows without answers tell only what changes: .* changes a "
-         r"share of 0\.7 \(0\.0 to 1\.0\) at × 0\.3 and 0\.7"),
-        ({0.3: ZERO, 3.0: ZERO}, {}, r"attention adds 2 \(± 0\) and its MLP 3 \(± 0\): .*\. Theirs is below what "),
-        ({0.3: ZERO, 3.0: ZERO}, {"mlp_is_told": False}, r"attention and MLP add was not told apart"),
-        ({0.3: ZERO, 3.0: ZERO}, {}, r"\nNo other norm is clearly better on these pictures\. A trained model is"),
-    ],
-)  # fmt: skip
-def test_what_is_said(changes: dict[float, np.ndarray], options: dict, said: str) -> None:
-    text = "\n".join(tell_sweep(sweep_rows(changes, **options)))
-    assert re.search(said, text)
+def norm_of_eps(eps: float) -> float:
+    """Norm of a token as wide as `TOKEN` whose mean square is `eps`."""
+    return (len(TOKEN) * eps) ** 0.5
+
+
+def test_the_share_that_eps_leaves_is_that_of_rms_norm() -> None:
+    expected = expected_share(eps=0.003)
+    assert expected < KEPT_BY_EPS
+    assert share_kept_by_eps(image_norm=5.0, eps_norm=norm_of_eps(0.003)) == pytest.approx(expected)
+
+
+def test_an_eps_that_hardly_matters_is_not_told() -> None:
+    assert expected_share(eps=0.002) >= KEPT_BY_EPS
+    assert share_kept_by_eps(image_norm=5.0, eps_norm=norm_of_eps(0.002)) is None
+
+
+def test_the_interval_of_a_share_is_cut_off_at_0_and_1() -> None:
+    assert clip_share(Estimate(0.9, 0.7, 1.1)) == (0.9, 0.7, 1.0)
+    assert clip_share(Estimate(0.1, -0.1, 0.3)) == (0.1, 0.0, 0.3)
+
+
+def sweep_text(changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True) -> str:
+    """The sentences on a sweep, a line each. The arguments are those of [`sweep_rows`]."""
+    text = "\n".join(tell_sweep(sweep_rows(changes, answers, updates_are_known)))
     assert not re.search(r"\bnan\b|\bNone\b", text)
+    return text
+
+
+def test_right_answers_that_become_fewer_are_told() -> None:
+    text = sweep_text({0.3: -CLEAR, 3.0: ZERO})
+    assert text.startswith("Don't rescale this trained model: the share of right answers, 0.5 ")
+    assert re.search(r"as it is on 3 pictures, changes with image tokens × 0\.3 by −0\.30 \(", text)
+    assert " and × 3 by nothing (all pictures agree); the right answer's loss, " in text
+    assert "In right answers, clearly worse: × 0.3; clearly better: none.\n" in text
+
+
+def test_doses_that_help_are_told_with_a_warning() -> None:
+    text = sweep_text({0.3: CLEAR, 3.0: CLEAR})
+    assert text.startswith("Rescaling this trained model may help: ")
+    assert "clearly worse: none; clearly better: × 0.3, × 3.\n" in text
+    assert "\nThe model may see more at × 0.3, × 3: of 2 norms tried, one can look better by chance." in text
+
+
+def test_without_a_choice_of_answers_the_loss_is_told() -> None:
+    text = sweep_text({0.3: -CLEAR, 3.0: ZERO}, answers="one")
+    assert "model: the right answer's loss, " in text
+    assert " In loss, clearly worse: " in text
+
+
+def test_without_answers_the_share_of_changed_answers_is_told() -> None:
+    text = sweep_text({0.3: -CLEAR, 3.0: ZERO}, answers="no")
+    assert text.startswith("Rows without answers tell only what changes: ")
+    assert "changes a share of 0.7 (0.0 to 1.0) at × 0.3 and 0.7" in text
+
+
+def test_the_norms_in_layer_1_are_told() -> None:
+    text = sweep_text({0.3: ZERO, 3.0: ZERO})
+    assert "layer 1's attention adds 2 (± 0) and its MLP 3 (± 0): " in text
+    assert ". The norm of these image tokens is below what attention adds.\n" in text
+
+
+def test_norms_in_layer_1_that_are_not_known_are_told() -> None:
+    text = sweep_text({0.3: ZERO, 3.0: ZERO}, updates_are_known=False)
+    assert "attention and MLP add was not told apart" in text
+
+
+def test_that_no_dose_helps_is_told() -> None:
+    text = sweep_text({0.3: ZERO, 3.0: ZERO})
+    assert "\nNo other norm is clearly better on these pictures. A trained model is" in text

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from script_runs import FAST, INSTRUCT, ROOT, read_metrics, run
+from script_runs import FAST, INSTRUCT, ROOT, read_steps, run
 
 
 def test_the_console_shows_a_table(
@@ -27,7 +27,7 @@ def test_the_console_shows_a_table(
     table = [line.split() for line in printed.err.splitlines() if re.match(r" +\d/8 ", line)]
     steps = [cells[0] for cells in table]
     assert steps == ["2/8", "4/8", "6/8", "8/8"]
-    logs = [line for line in read_metrics(tmp_path / "out") if "loss" in line]
+    logs = read_steps(tmp_path / "out")
     for cells, log in zip(table, logs, strict=True):
         assert cells[1] == f"{log['loss']:.4f}"
         assert cells[3] == f"{log['norm/ratio']:.3f}"

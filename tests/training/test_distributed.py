@@ -13,7 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from script_runs import FAST, INSTRUCT, PACKED, ROOT, changed_weights, dump_recipe, read_metrics, weights
+from script_runs import (
+    FAST,
+    INSTRUCT,
+    PACKED,
+    ROOT,
+    changed_weights,
+    dump_recipe,
+    load_weights,
+    read_metrics,
+    read_steps,
+)
 
 
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
@@ -42,9 +52,9 @@ def on_cpu(name: str, folder: Path, mixed_precision: str = "no") -> tuple[str, s
 
 def assert_same_weights(folder: Path, expected_folder: Path, start: Path) -> None:
     """Check that the weights of two folders differ by less than a hundredth of how far training has moved them."""
-    got = weights(folder)
-    expected = weights(expected_folder)
-    before = weights(start)
+    got = load_weights(folder)
+    expected = load_weights(expected_folder)
+    before = load_weights(start)
     assert got.keys() == before.keys()
     for name, weight in got.items():
         # The gradient of a key's bias is only rounding, which Adam scales up.
@@ -53,17 +63,12 @@ def assert_same_weights(folder: Path, expected_folder: Path, start: Path) -> Non
             assert (weight - expected[name]).norm() <= 0.01 * distance + 1e-6, name
 
 
-def logged_steps(folder: Path) -> list[dict[str, float]]:
-    """The log's lines of training steps, without those of evaluations and of the whole run."""
-    return [line for line in read_metrics(folder) if "loss" in line]
-
-
 def assert_same_log(folder: Path, expected_folder: Path, num_steps: int) -> None:
     """Check that two runs have logged the same losses, norms, numbers of tokens and learning rates.
 
     The lines of steps and of evaluations are compared, but not the last line, which is about the whole run.
     """
-    assert len(logged_steps(folder)) == num_steps
+    assert len(read_steps(folder)) == num_steps
     names_to_compare = {"loss", "eval/loss", "eval/loss_blank", "num_tokens", "learning_rate"}
     for line, expected in zip(read_metrics(folder)[:-1], read_metrics(expected_folder)[:-1], strict=True):
         for name in expected:
@@ -109,7 +114,7 @@ def test_losses_are_those_of_one_process(
         if not packing:
             fields["per_device_train_batch_size"] = 8 // num_processes
         launch(tmp_path, *arguments, **fields, output_dir=str(out))
-        return logged_steps(out)
+        return read_steps(out)
 
     expected_steps = train(1, "--cpu")
     assert len(expected_steps) == 8
@@ -167,8 +172,8 @@ def test_two_processes_share_a_stream_with_bad_rows_and_resume_in_it(
     shutil.copytree(uninterrupted / "checkpoint-5", resumed / "checkpoint-5")
     launch(tmp_path, *TWO_PROCESSES, **fields, output_dir=str(resumed), resume_from_checkpoint=True)
     assert changed_weights(uninterrupted, resumed) == set()
-    expected_losses = [step["loss"] for step in logged_steps(uninterrupted)]
-    losses = [step["loss"] for step in logged_steps(resumed)]
+    expected_losses = [step["loss"] for step in read_steps(uninterrupted)]
+    losses = [step["loss"] for step in read_steps(resumed)]
     assert losses[-7:] == expected_losses[5:]
 
 

@@ -50,7 +50,7 @@ from examples.emoji.study.cells import (
 from examples.emoji.study.run import second_layer_rate
 from examples.emoji.study.starts import START_FILE, make_arm_model
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import FAST, INSTRUCT, dump_recipe, weights
+from script_runs import FAST, INSTRUCT, dump_recipe, load_weights
 
 
 PROJECTOR = "model.multi_modal_projector"
@@ -369,8 +369,8 @@ def test_the_second_layer_learns_at_its_own_rate(composed: Callable[..., Path], 
     (tmp_path / "recipe.yaml").write_text(dump_recipe(**fields))
     study_train.main(4e-3, ["--config", str(tmp_path / "recipe.yaml")])
 
-    before = weights(composed())
-    after = weights(tmp_path / "out")
+    before = load_weights(composed())
+    after = load_weights(tmp_path / "out")
     for layer, rate in (("linear_1", 1e-3), ("linear_2", 4e-3)):
         name = f"{PROJECTOR}.{layer}.weight"
         largest_change = (after[name] - before[name]).abs().max()

@@ -15,26 +15,35 @@ from script_runs import INSTRUCT, run
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LLaVA JSON of 30 rows: 24 with a picture each, and 6 without, which are rows 0 to 3, 12 and 20."""
+    """The path of a LLaVA JSON file of 30 rows, in the folder with their pictures.
+
+    Rows 0 to 3, 12 and 20 have no picture. The other 24 rows have one each.
+    """
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
     for number in range(24):
-        pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)  # noise, 30 x 20 pixels
         Image.fromarray(pixels).save(folder / f"{number}.png")
         turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"number {number}"}]
         rows.append({"id": number, "image": f"{number}.png", "conversations": turns})
 
-    for number in (0, 1, 2, 3, 12, 20):
-        turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": f"text {number}"}]
-        rows.insert(number, {"id": f"t{number}", "conversations": turns})
-    (folder / "data.json").write_text(json.dumps(rows))
-    return folder / "data.json"
+    for position in (0, 1, 2, 3, 12, 20):
+        turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": f"text {position}"}]
+        rows.insert(position, {"id": f"text {position}", "conversations": turns})
+
+    path = folder / "data.json"
+    path.write_text(json.dumps(rows))
+    return path
 
 
 @pytest.fixture(scope="session")
 def finished(composed: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The fields of a finished run of eight steps, with checkpoints 3, 6 and 8 in `output_dir`. Tests only read it."""
+    """The recipe fields of a run that has finished.
+
+    The run has trained for eight steps, and has left checkpoints 3, 6 and 8 in its `output_dir`. All tests share this
+    folder, so a test must not write to it.
+    """
     folder = tmp_path_factory.mktemp("finished")
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
     fields["output_dir"] = str(folder / "out")
@@ -44,7 +53,7 @@ def finished(composed: Callable[..., Path], data: Path, tmp_path_factory: pytest
 
 @pytest.fixture
 def copied(finished: dict[str, Any], tmp_path: Path) -> Path:
-    """A folder such as the finished run would have left if it had been killed after checkpoint 6."""
+    """An output folder as the finished run would have left it if it had been killed after checkpoint 6."""
     finished_dir = Path(finished["output_dir"])
     copy = tmp_path / "out"
     for name in ("checkpoint-3", "checkpoint-6"):

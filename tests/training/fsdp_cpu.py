@@ -1,7 +1,7 @@
 """Runs training/sft.py with FSDP2 on CPUs.
 
-accelerate uses DDP on several CPUs even if its config asks for FSDP2, which works on CPUs too. So this script tells
-accelerate that the processes run on GPUs.
+FSDP2 works on CPUs, but accelerate uses DDP there, even if its config asks for FSDP2. So this script tells accelerate
+that the processes run on GPUs.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ original_init = PartialState.__init__
 
 
 def init_as_on_gpus(self: PartialState, *args: Any, **kwargs: Any) -> None:
+    """Initialize accelerate's state, and then replace "several CPUs" in it by "several GPUs"."""
     original_init(self, *args, **kwargs)
     if self.distributed_type is DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.MULTI_GPU

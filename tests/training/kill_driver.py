@@ -4,9 +4,9 @@
 
 An event is an operation on a file of the run's output folder. Events are numbered from 1, beginning with the first
 file of the second checkpoint. For each number N a run in `output_dir/N` is killed at event N, and resumed. Without
-numbers one run in `output_dir/unbroken` trains to its end, and lists its events in `events.txt`.
+numbers, one run in `output_dir/unbroken` trains to its end, and lists its events in `events.txt`.
 
-This process imports the libraries once, and forks a child for each run.
+The driver imports the libraries once, and forks a child process for each run.
 """
 
 import os
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 
-# Names of Python's audit events for operations on files.
+# Operations on files, by the names that Python gives to audit hooks (docs.python.org/3/library/audit_events.html).
 FILE_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
 
 
 class Killer:
-    """An audit hook that lists the events of this process, and kills the process at one of them.
+    """An audit hook that lists the events of its process, and kills the process at one of them.
 
     Attributes:
         folder: The run's output folder.
-        last_event: The number of the event at which the process is killed; `None` if it is only to list its events.
-        is_counting: Whether counting has begun.
-        log: The events that were counted.
+        last_event: The number of the event at which the process is killed. With `None` it is never killed.
+        is_counting: Whether the second checkpoint has begun, from which on events count.
+        log: The events so far, each as the operation and the path.
     """
 
     def __init__(self, folder: str, last_event: int | None) -> None:
@@ -37,13 +37,14 @@ class Killer:
         self.log: list[str] = []
 
     def __call__(self, operation: str, args: tuple[Any, ...]) -> None:
+        """Python calls this before each operation. The first argument of an operation on a file is the path."""
         if operation not in FILE_OPERATIONS or not args:
             return
         path = str(args[0])
         if not path.startswith(self.folder):
             return
 
-        # Counting begins at the first file of the second checkpoint.
+        # A checkpoint is written into the folder `.saving`, and renamed to `checkpoint-*` when it is complete.
         is_file_of_a_save = operation == "open" and "/.saving/" in path
         if is_file_of_a_save and self.has_checkpoint():
             self.is_counting = True
@@ -59,12 +60,17 @@ class Killer:
 
 
 def run(recipe: str, *arguments: str, killer: Killer | None = None) -> int:
-    """Train in a forked child process, and return the status with which it ended."""
+    """Train in a forked child process.
+
+    Returns:
+        The status with which the child ended, as `os.waitpid` gives it.
+    """
     child = os.fork()
     if child != 0:  # this is the parent process
         _, status = os.waitpid(child, 0)
         return status
 
+    # From here on, this is the child process.
     import torch
 
     from training import sft
@@ -75,13 +81,13 @@ def run(recipe: str, *arguments: str, killer: Killer | None = None) -> int:
         sys.addaudithook(killer)
     sft.main()
     if killer is not None:
-        events = "\n".join(killer.log)  # joined first, since the hook counts the opening of events.txt
+        events = "\n".join(killer.log)  # joined before events.txt is opened, which is an event too
         Path(killer.folder, "events.txt").write_text(events)
-    os._exit(0)
+    os._exit(0)  # the child must not go on with the parent's work
 
 
 def main() -> None:
-    """Run the command line."""
+    """Train the unbroken run, or kill and resume a run at each event that the command line names."""
     # Imported before forking, so that the children need not import them again.
     import training.adapters
     import training.sft  # noqa: F401
@@ -89,12 +95,12 @@ def main() -> None:
     recipe, output_dir, *numbers = sys.argv[1:]
     if not numbers:
         folder = f"{output_dir}/unbroken"
-        status = run(recipe, "--output_dir", folder, killer=Killer(folder, None))
+        status = run(recipe, "--output_dir", folder, killer=Killer(folder, last_event=None))
         assert status == 0
 
     for number in numbers:
         folder = f"{output_dir}/{number}"
-        status = run(recipe, "--output_dir", folder, killer=Killer(folder, int(number)))
+        status = run(recipe, "--output_dir", folder, killer=Killer(folder, last_event=int(number)))
         was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         assert was_killed, f"event {number} did not kill the run (status {status})"
 

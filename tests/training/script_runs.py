@@ -15,8 +15,9 @@ from training import sft
 from training.collator import VisionLanguageCollator
 
 
+# The repository's folder.
 ROOT = Path(__file__).parents[2]
-# Fields of a run of the tests' tiny model on a CPU.
+# Recipe fields with which the tests' tiny model trains fast on a CPU.
 FAST = {
     "use_cpu": True,
     "bf16": False,
@@ -30,24 +31,28 @@ FAST = {
 }
 INSTRUCT = {"stage": "instruct", "vision_learning_rate": 2e-4}
 PACKED = {"packed_length": 120, "per_device_train_batch_size": 1}
+# The name of the projector's norm layer, which begins the names of its weights.
 NORM = "model.multi_modal_projector.norm"
 
 
 def dump_recipe(**fields: Any) -> str:
-    """The text of a recipe. Fields that are `None` are left out."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    return yaml.safe_dump(given)
+    """The text of a recipe with these fields. A field that is `None` is left out."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return yaml.safe_dump(fields)
 
 
 def run(folder: Path, **fields: Any) -> None:
-    """Run the script in this process, with a recipe in `folder` that has these fields and those of `FAST`."""
+    """Run the training script in this process.
+
+    The recipe, which is written into `folder`, has the fields of `FAST` and these, which win where both have a field.
+    """
     recipe = folder / "recipe.yaml"
-    recipe.write_text(dump_recipe(**FAST | fields))
+    recipe.write_text(dump_recipe(**{**FAST, **fields}))
     sft.main(["--config", str(recipe)])
 
 
 def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> dict[str, Any]:
-    """A batch of rows, tokenized with the chat template of the model in `folder`."""
+    """The batch that the collator makes of rows, with the chat template of the model in `folder`."""
     processor = AutoProcessor.from_pretrained(folder)
     tokenize = RowTokenizer(processor, processor.chat_template)
     collator = VisionLanguageCollator(tokenize, packed)
@@ -55,19 +60,25 @@ def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> d
     return collator([check(row) for row in rows])
 
 
-def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    """The weights of a model or adapter, by name."""
-    return load_file(folder / name)
-
-
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The lines of a run's metrics."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's `metrics.jsonl`: of training steps, of evaluations, and a last one about the whole run."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def changed_weights(before: Path, after: Path, file: str = "model.safetensors") -> set[str]:
-    """The names of the weights that differ between two folders."""
-    old = weights(before, file)
-    new = weights(after, file)
+def read_steps(folder: Path) -> list[dict[str, float]]:
+    """The lines of a run's `metrics.jsonl` about training steps."""
+    return [line for line in read_metrics(folder) if "loss" in line]
+
+
+def load_weights(folder: Path, file_name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    """The weights of a model or adapter, by name."""
+    return load_file(folder / file_name)
+
+
+def changed_weights(before: Path, after: Path, file_name: str = "model.safetensors") -> set[str]:
+    """The names of the weights that differ between two folders with the same model or adapter."""
+    old = load_weights(before, file_name)
+    new = load_weights(after, file_name)
     assert old.keys() == new.keys()
     return {name for name in old if not torch.equal(old[name], new[name])}

@@ -1,4 +1,4 @@
-"""QLoRA: which modules are quantized and trained, the run, loading its adapter, and merging it."""
+"""QLoRA: which modules are quantized and adapted, whole runs, and how adapters are loaded and merged."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 
@@ -17,7 +17,7 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
-from script_runs import INSTRUCT, ROOT, collate, read_metrics, run  # noqa: E402
+from script_runs import INSTRUCT, ROOT, collate, load_weights, read_steps, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.arguments import RunArguments, TrainingConfig  # noqa: E402
 from training.loading import load_base, prepare_model  # noqa: E402
@@ -28,35 +28,53 @@ from training.stages import ModuleGroup, Stage, describe_stage  # noqa: E402
 QLORA = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
 
 
-def test_the_language_model_alone_is_quantized_and_adapted(composed: Callable[..., Path]) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(
+@pytest.fixture
+def quantized_model(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
+    return NormLlavaForConditionalGeneration.from_pretrained(
         composed(), dtype=torch.float32, quantization_config=quantization_config(torch.float32)
     )
-    linear_layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    quantized_layers = {name for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
-    assert quantized_layers == {name for name in linear_layers if name.startswith("model.language_model.layers.")}
-    assert model.model.multi_modal_projector.norm.weight.dtype == torch.float32
 
-    # A quantized tensor holds two weights in each byte. The table of a stage still counts weights, not bytes.
-    unquantized_decoder = NormLlavaForConditionalGeneration.from_pretrained(composed()).model.language_model
-    num_weights = unquantized_decoder.num_parameters()
-    group = ModuleGroup("language_model", dict(model.model.language_model.named_parameters()), None)
+
+def test_only_the_decoders_linear_layers_are_quantized(quantized_model: NormLlavaForConditionalGeneration) -> None:
+    for name, module in quantized_model.named_modules():
+        if isinstance(module, torch.nn.Linear):  # which a quantized layer is too
+            is_quantized = isinstance(module, bnb.nn.Linear4bit)
+            assert is_quantized == name.startswith("model.language_model.layers."), name
+    assert quantized_model.model.multi_modal_projector.norm.weight.dtype == torch.float32
+
+
+def test_the_table_of_a_stage_counts_quantized_weights(
+    composed: Callable[..., Path], quantized_model: NormLlavaForConditionalGeneration
+) -> None:
+    """A quantized tensor has two weights in each byte, and `numel` would count bytes."""
+    unquantized_model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    num_weights = unquantized_model.model.language_model.num_parameters()
+    parameters = dict(quantized_model.model.language_model.named_parameters())
+    group = ModuleGroup("language_model", parameters, learning_rate=None)
     assert f" {num_weights:,} " in describe_stage(Stage.ADAPT, [group])
 
-    adapted_model = add_adapters(model, rank=4, alpha=8)
+
+def test_adapters_of_quantized_layers_and_the_projector_are_trained(
+    quantized_model: NormLlavaForConditionalGeneration,
+) -> None:
+    modules = quantized_model.named_modules()
+    quantized_layers = {name for name, module in modules if isinstance(module, bnb.nn.Linear4bit)}
+    adapted_model = add_adapters(quantized_model, rank=4, alpha=8)
+
+    # PEFT changes the model in place: it puts `<layer>.lora_A` into each layer that it adapts.
     adapted_layers = set()
-    for name, _ in model.named_modules():  # PEFT puts `<layer>.lora_A` into each layer that it adapts
+    for name, _ in quantized_model.named_modules():
         if name.endswith(".lora_A"):
             adapted_layers.add(name.removesuffix(".lora_A"))
     assert adapted_layers == quantized_layers
 
     # Each adapter has two weights. The projector has the weights and biases of two linear layers and of its norm.
     trained = [name for name, parameter in adapted_model.named_parameters() if parameter.requires_grad]
-    of_adapters = [name for name in trained if ".lora_" in name]
-    of_projector = [name for name in trained if ".multi_modal_projector.modules_to_save." in name]
-    assert len(of_adapters) == 2 * len(adapted_layers)
-    assert len(of_projector) == 6
-    assert len(trained) == len(of_adapters) + len(of_projector)
+    trained_in_adapters = [name for name in trained if ".lora_" in name]
+    trained_in_projector = [name for name in trained if ".multi_modal_projector.modules_to_save." in name]
+    assert len(trained_in_adapters) == 2 * len(adapted_layers)
+    assert len(trained_in_projector) == 6
+    assert len(trained) == len(trained_in_adapters) + len(trained_in_projector)
 
 
 def has_lora(model: torch.nn.Module) -> bool:
@@ -67,15 +85,20 @@ def test_a_recipes_fields_reach_the_adapters(composed: Callable[..., Path], tmp_
     fields = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "use_rslora": True}
     run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="adapt", **fields)
     args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    trained_model, _ = prepare_model(load_base(run_args, args), run_args, args, args.frozen_dtype)
-    config = trained_model.peft_config["default"]
+    base = load_base(run_args, args)
+    adapted_model, _ = prepare_model(base, run_args, args, args.frozen_dtype)
+    config = adapted_model.peft_config["default"]
     assert config.r == 3
     assert config.lora_alpha == 5
     assert config.lora_dropout == 0.2
     assert config.use_rslora
 
 
-@pytest.mark.parametrize("options", [{}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}],
+    ids=["unquantized", "4 bits"],
+)
 def test_an_adapter_loads_only_on_a_base_with_all_weights(
     composed: Callable[..., Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -84,11 +107,13 @@ def test_an_adapter_loads_only_on_a_base_with_all_weights(
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter", **options)
     assert has_lora(loaded)
-    assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}  # none is left without data
+    devices = {parameter.device.type for parameter in loaded.parameters()}
+    assert devices == {"cpu"}  # and not "meta", whose parameters have no data
 
-    weights = load_file(base / "model.safetensors")
-    kept = {name: weight for name, weight in weights.items() if "multi_modal_projector.linear_1" not in name}
-    save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
+    # Take the weight and the bias of a linear layer out of the base.
+    weights = load_weights(base)
+    remaining = {name: weight for name, weight in weights.items() if "multi_modal_projector.linear_1" not in name}
+    save_file(remaining, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
         AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter", **options)
 
@@ -96,21 +121,24 @@ def test_an_adapter_loads_only_on_a_base_with_all_weights(
 def test_an_adapters_base_is_quantized_once(
     composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading an adapter opens the base a second time to know which weights it has, but must not load these again."""
+    """An adapter's base is opened twice: to load its weights, and to check that none is missing.
+
+    The check must not quantize the weights again.
+    """
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
 
     quantize_4bit = bnb.functional.quantize_4bit
     quantized_shapes: list[torch.Size] = []
 
-    def record_shape(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def quantize_and_record_shape(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
         quantized_shapes.append(weight.shape)
         return quantize_4bit(weight, *args, **options)
 
-    monkeypatch.setattr(bnb.functional, "quantize_4bit", record_shape)
+    monkeypatch.setattr(bnb.functional, "quantize_4bit", quantize_and_record_shape)
     in_4bit = BitsAndBytesConfig(load_in_4bit=True)
     NormLlavaForConditionalGeneration.from_pretrained(composed(), quantization_config=in_4bit)
-    shapes_of_base = sorted(quantized_shapes)
+    shapes_of_base = sorted(quantized_shapes)  # each weight once, as there is no adapter yet
     assert len(shapes_of_base) > 0
 
     quantized_shapes.clear()
@@ -130,59 +158,83 @@ def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(composed: Callable[
     assert has_lora(loaded)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_a_run_learns_saves_reloads_and_merges(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, bf16: bool
-) -> None:
+@pytest.fixture(scope="module", params=[False, True], ids=["float32", "bfloat16"])
+def adapter(
+    request: pytest.FixtureRequest, composed: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The output folder of a QLoRA run, in float32 or bfloat16. Tests only read it."""
+    folder = tmp_path_factory.mktemp("qlora")
     fields = {**QLORA, "model_name_or_path": str(composed()), "dataset_name": str(data), "num_train_epochs": 6}
-    fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": bf16}
-    run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
-    steps = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
+    fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": request.param}
+    run(folder, **fields, output_dir=str(folder / "adapter"))
+    return folder / "adapter"
+
+
+def test_a_run_learns(adapter: Path) -> None:
+    steps = read_steps(adapter)
     losses = [step["loss"] for step in steps]
-    assert losses == sorted(losses, reverse=True)
+    assert losses == sorted(losses, reverse=True)  # the loss falls from log to log
     # The head is random and frozen, so that the loss can't fall far; but the right token becomes the most likely one.
     assert steps[0]["mean_token_accuracy"] < 0.2
     assert steps[-1]["mean_token_accuracy"] > 0.5
 
-    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+
+def test_weights_are_trained_and_saved_in_float32(composed: Callable[..., Path], adapter: Path) -> None:
+    saved = load_weights(adapter, "adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     gain = saved["base_model.model.model.multi_modal_projector.norm.weight"]
-    gain_before = load_file(composed() / "model.safetensors")["model.multi_modal_projector.norm.weight"]
+    gain_before = load_weights(composed())["model.multi_modal_projector.norm.weight"]
     assert (gain != gain_before).all()  # in bfloat16, rounding would have kept some gains where they were
 
-    # Loaded on the base, the adapter has the saved weights. Its logits are what the merged model shall give.
+
+def load_on_base(folder: Path, adapter: Path) -> peft.PeftModel:
+    """An adapter on its base, which is loaded from `folder` in float32."""
+    base = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(base, adapter).eval()
+
+
+def test_a_runs_adapter_loads_with_the_weights_that_were_saved(composed: Callable[..., Path], adapter: Path) -> None:
+    saved = load_weights(adapter, "adapter_model.safetensors")
+    adapted_model = load_on_base(composed(), adapter)
+    for name, tensor in peft.get_peft_model_state_dict(adapted_model).items():
+        assert torch.equal(tensor, saved[name]), name
+
+
+def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapter(
+    composed: Callable[..., Path], data: Path, adapter: Path, tmp_path: Path
+) -> None:
+    merged_folder = tmp_path / "merged"
+    options = ["--adapter", str(adapter), "--output_dir", str(merged_folder)]
+    command = [sys.executable, "training/merge.py", *options]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+    file_names = {path.name for path in merged_folder.iterdir()}
+    assert file_names >= {
+        "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    # The model card is made of these files.
+    for name in ("run.json", "trainer_state.json", "metrics.jsonl"):
+        assert (merged_folder / name).read_bytes() == (adapter / name).read_bytes()
+
+    merged_model = AutoModelForImageTextToText.from_pretrained(merged_folder).eval()
+    assert not has_lora(merged_model)
     row = {
         "images": [str(data.parent / "7.png")],
         "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "number 7"}],
         "source": "row",
     }
-    batch = collate(tmp_path / "adapter", [row])
-    base = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    for name, tensor in peft.get_peft_model_state_dict(adapted).items():
-        assert torch.equal(tensor, saved[name]), name
+    batch = collate(adapter, [row])
+    adapted_model = load_on_base(composed(), adapter)
     with torch.no_grad():
-        expected_logits = adapted(**batch).logits
+        logits = merged_model(**batch).logits
+        expected_logits = adapted_model(**batch).logits
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
 
-    # The merged model is a complete folder, and gives the same logits.
-    command = [sys.executable, "training/merge.py", "--adapter", str(tmp_path / "adapter")]
-    result = subprocess.run(
-        [*command, "--output_dir", str(tmp_path / "merged")], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
-    assert not any("lora" in name for name, _ in merged.named_parameters())
-    assert {path.name for path in (tmp_path / "merged").iterdir()} >= {
-        "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
-    }  # fmt: skip
-    # The model card is made of these files.
-    for name in ("run.json", "trainer_state.json", "metrics.jsonl"):
-        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
-    with torch.no_grad():
-        torch.testing.assert_close(merged(**batch).logits, expected_logits, rtol=1e-4, atol=1e-5)
 
-    # A run that starts from the adapter is refused: it would save the adapter alone.
-    fields = {**INSTRUCT, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
+def test_a_run_that_starts_from_an_adapter_is_refused(data: Path, adapter: Path, tmp_path: Path) -> None:
+    """It would save the adapter alone."""
+    fields = {**INSTRUCT, "model_name_or_path": str(adapter), "dataset_name": str(data)}
     with pytest.raises(ValueError, match=r"is an adapter, not a whole model. Merge it .*training/merge.py"):
         run(tmp_path, **fields, output_dir=str(tmp_path / "next"))
 
@@ -190,11 +242,8 @@ def test_a_run_learns_saves_reloads_and_merges(
 def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds no adapter: give the output folder of a run of stage 'adapt'"):
-        merge(composed())
-
-    # Take one weight out of the adapter's file: once the projector's norm, once a matrix of an adapter.
-    weights = load_file(tmp_path / "adapter_model.safetensors")
+    # Take one weight out of the adapter's file: once the gain of the projector's norm, once a LoRA matrix.
+    weights = load_weights(tmp_path, "adapter_model.safetensors")
     for part in ("multi_modal_projector.norm.weight", "layers.0.self_attn.q_proj.lora_A"):
         (missing,) = [name for name in weights if part in name]
         remaining = {name: weight for name, weight in weights.items() if name != missing}
@@ -205,6 +254,11 @@ def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[...
             merge(tmp_path)
 
 
+def test_a_folder_without_an_adapter_cannot_be_merged(composed: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="holds no adapter: give the output folder of a run of stage 'adapt'"):
+        merge(composed())
+
+
 def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
     composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,14 +267,14 @@ def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4, revision="v1.0").save_pretrained(tmp_path / "adapter")
 
-    load = AutoModelForImageTextToText.from_pretrained
+    from_pretrained = AutoModelForImageTextToText.from_pretrained
     loaded_revisions = []
 
-    def record_revision(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
+    def load_and_record_revision(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
         loaded_revisions.append(options["revision"])
-        return load(*args, **options)
+        return from_pretrained(*args, **options)
 
-    monkeypatch.setattr("training.merge.AutoModelForImageTextToText.from_pretrained", record_revision)
+    monkeypatch.setattr("training.merge.AutoModelForImageTextToText.from_pretrained", load_and_record_revision)
     merged = merge(tmp_path / "adapter")
     assert loaded_revisions == ["v1.0"]
     assert merged.lm_head.weight.dtype == torch.bfloat16  # the dtype of the base

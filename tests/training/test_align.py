@@ -1,4 +1,4 @@
-"""The aligned start: image tokens learn to point at their captions, and only the projector changes."""
+"""Aligning the projector: image tokens learn to point at their captions, and only the projector changes."""
 
 import json
 from collections.abc import Callable
@@ -20,48 +20,55 @@ RGB_OF_COLOUR = {"red": (220, 30, 30), "green": (20, 180, 40), "blue": (30, 40, 
 
 @pytest.fixture
 def captions(tmp_path: Path) -> Path:
-    """A file with two rows for each colour: a picture of that colour, and a caption that names it."""
+    """The path of a JSON file with two equal rows for each colour: a picture of that colour, and a caption."""
     rows = []
     for colour, rgb in RGB_OF_COLOUR.items():
         Image.new("RGB", (32, 32), rgb).save(tmp_path / f"{colour}.png")
         turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": f"it is {colour}"}]
         row = {"image": f"{colour}.png", "conversations": turns}
         rows += [row, row]
+
     path = tmp_path / "captions.json"
     path.write_text(json.dumps(rows))
     return path
 
 
 @pytest.mark.parametrize("projector_norm", ["gwc", "none"])
-def test_pictures_point_at_their_captions(composed: Callable[..., Path], captions: Path, projector_norm: str) -> None:
+def test_pictures_learn_to_point_at_their_captions(
+    composed: Callable[..., Path], captions: Path, projector_norm: str
+) -> None:
     folder = composed(projector_norm=projector_norm)
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
-    images = [Image.new("RGB", (28, 28), rgb) for rgb in RGB_OF_COLOUR.values()]
-    pixel_values = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+    pictures = [Image.new("RGB", (28, 28), rgb) for rgb in RGB_OF_COLOUR.values()]
+    pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
 
-    def image_tokens() -> torch.Tensor:
+    def compute_image_tokens() -> torch.Tensor:
         """The image tokens of a picture of each colour, `(4, num_patches, hidden_size)`."""
         with torch.no_grad():
             return torch.stack(model.model.get_image_features(pixel_values).pooler_output)
 
     weights_before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    norm_before = image_tokens().norm(dim=-1).mean().item()
+    norm_before = compute_image_tokens().norm(dim=-1).mean().item()
     align(model, processor, load_rows(str(captions)), seed=0, steps=200)
+    image_tokens = compute_image_tokens()
 
-    # A colour's direction is the mean of its word's token embeddings. "it is" hardly counts, as all captions have it.
+    # The direction of a colour's word is the mean of its tokens' embeddings, seen from the vocabulary's mean. The rest
+    # of a caption, "it is", hardly counts, because all captions have it.
     embeddings = model.get_input_embeddings().weight.detach()
-    mean = embeddings[: len(processor.tokenizer)].mean(dim=0)
-    directions = []
+    vocabulary_mean = embeddings[: len(processor.tokenizer)].mean(dim=0)
+    word_directions = []
     for colour in RGB_OF_COLOUR:
         word = embeddings[processor.tokenizer(colour).input_ids]  # [num_tokens, hidden_size]
-        directions.append(word.mean(dim=0) - mean)
-    pictures = image_tokens().mean(dim=1) - mean  # [4, hidden_size]
-    cosines = torch.cosine_similarity(pictures[:, None], torch.stack(directions)[None], dim=-1)
-    assert cosines.argmax(dim=1).tolist() == [0, 1, 2, 3]  # each picture is nearest to its own colour
+        word_directions.append(word.mean(dim=0) - vocabulary_mean)
 
-    # Only the directions of image tokens have changed.
-    assert image_tokens().norm(dim=-1).mean() == pytest.approx(norm_before, rel=1e-3)
+    # Each picture points most closely at the word of its own colour.
+    picture_directions = image_tokens.mean(dim=1) - vocabulary_mean  # [4, hidden_size]
+    cosines = torch.cosine_similarity(picture_directions[:, None], torch.stack(word_directions)[None], dim=-1)
+    assert cosines.argmax(dim=1).tolist() == [0, 1, 2, 3]  # cosines are [picture, word]
+
+    # Image tokens have changed their directions, but not their norms.
+    assert image_tokens.norm(dim=-1).mean() == pytest.approx(norm_before, rel=1e-3)
 
     linear_layers = ("model.multi_modal_projector.linear_1.", "model.multi_modal_projector.linear_2.")
     changed = [name for name, weight in model.state_dict().items() if not torch.equal(weight, weights_before[name])]
@@ -70,14 +77,17 @@ def test_pictures_point_at_their_captions(composed: Callable[..., Path], caption
     assert model.config.projector_aligned
 
 
-def test_the_norm_of_image_tokens_does_not_matter(composed: Callable[..., Path], captions: Path) -> None:
+def test_aligned_weights_do_not_depend_on_the_norm_of_image_tokens(
+    composed: Callable[..., Path], captions: Path
+) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     aligned_weights = []
     for factor in (1, 30):
         model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-        model.model.multi_modal_projector.norm.weight.data *= factor
+        projector = model.model.multi_modal_projector
+        projector.norm.weight.data *= factor  # this gain is proportional to the norm of image tokens
         align(model, processor, load_rows(str(captions)), seed=0, steps=20)
-        aligned_weights.append(model.model.multi_modal_projector.linear_2.weight)
+        aligned_weights.append(projector.linear_2.weight)
     torch.testing.assert_close(aligned_weights[1], aligned_weights[0], rtol=1e-2, atol=1e-3)
 
 
@@ -85,10 +95,12 @@ def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
     processor = AutoProcessor.from_pretrained(composed())
     letters = list("abcdefgh")
+    # In each caption one letter follows twelve that all captions share. Each letter is a token.
+    captions = [f"xyxyxyxyxyxy{letter}" for letter in letters]
     letter_directions, _ = embed_captions(model, processor, letters)
-    caption_directions, _ = embed_captions(model, processor, [f"xyxyxyxyxyxy{letter}" for letter in letters])
+    caption_directions, _ = embed_captions(model, processor, captions)
 
-    # Each caption points at its own letter, and no other caption points at that letter as closely.
+    # Each caption points at its own letter, and no other caption points as closely at this letter.
     cosines = caption_directions @ letter_directions.T  # [caption, letter]
     assert cosines.diagonal().min() > 0.5
     assert torch.equal(cosines.argmax(dim=0), torch.arange(len(letters)))
@@ -97,10 +109,11 @@ def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path
 def test_a_model_that_was_saved_is_aligned_in_its_dtype(
     composed: Callable[..., Path], captions: Path, tmp_path: Path
 ) -> None:
-    """Saving a model replaces the dtype in its config by a string."""
+    """Saving a model turns the dtype in its config into a string, so aligning can't take the dtype from there."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "saved")
-    align(model, AutoProcessor.from_pretrained(composed()), load_rows(str(captions)), seed=0, steps=1)
+    processor = AutoProcessor.from_pretrained(composed())
+    align(model, processor, load_rows(str(captions)), seed=0, steps=1)
     assert model.model.multi_modal_projector.linear_1.weight.dtype == torch.bfloat16
     assert model.model.multi_modal_projector.norm.weight.dtype == torch.float32
 
@@ -109,9 +122,12 @@ def test_the_caption_is_the_first_answer_that_is_not_blank() -> None:
     blank_answer = {"from": "gpt", "value": " "}
     question = {"from": "human", "value": "Hi"}
     answer = {"from": "gpt", "value": " A dog.\n"}
-    assert first_answer({"conversations": [blank_answer, question, answer], "source": "row 1"}) == "A dog."
+    row = {"conversations": [blank_answer, question, answer], "source": "row 1"}
+    assert first_answer(row) == "A dog."
+
+    row["conversations"] = [blank_answer, question]
     with pytest.raises(BadRowError, match="row 1: no caption"):
-        first_answer({"conversations": [blank_answer, question], "source": "row 1"})
+        first_answer(row)
 
 
 def test_a_row_without_a_picture_or_a_caption_is_named(composed: Callable[..., Path], captions: Path) -> None:
@@ -120,10 +136,11 @@ def test_a_row_without_a_picture_or_a_caption_is_named(composed: Callable[..., P
     rows = json.loads(captions.read_text())
     question = {"from": "human", "value": "Hi"}
     answer = {"from": "gpt", "value": "Ho"}
-    for turns, message in (
-        ([question, answer], "0 pictures; aligning needs one"),
-        ([question], "no assistant turn"),
-    ):
+    bad_conversations = {
+        "0 pictures; aligning needs one": [question, answer],
+        "no assistant turn": [question],
+    }
+    for message, turns in bad_conversations.items():
         rows[3] = {"conversations": turns}
         captions.write_text(json.dumps(rows))
         with pytest.raises(BadRowError, match=rf"captions.json, row 3: {message}"):

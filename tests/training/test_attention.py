@@ -1,4 +1,4 @@
-"""Attention "varlen" computes what sdpa does, calls the kernel with the right arguments, and refuses what it can't."""
+"""Attention "varlen" computes what sdpa does, hands its kernel the right arguments, and refuses other decoders."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -36,26 +36,27 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "vocab_size": 320,
 }  # fmt: skip
 GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-# Qwen2's and Gemma3's layers have a window that is shorter than the longest samples, or none.
+# In "qwen2" and "gemma3" some layers have a sliding window, which is shorter than the longest samples of a row.
 DECODERS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES),
     "gemma3": Gemma3TextConfig(**SIZES, sliding_window=6, layer_types=GEMMA3_LAYERS),
 }
-# Lengths of a packed row's samples. Two are equal, and the four of length 1 are the tokens of a blank picture.
+# Lengths of the samples in a packed row. The four samples of length 1 are the tokens of a blank picture.
 LENGTHS = [9, 9, 1, 1, 1, 1, 17, 3, 12]
 
 
-def decoder(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """A small random language model in float64."""
+def make_decoder(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """A small random language model in float64, in training mode. Its weights are the same for each attention."""
     set_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=torch.float64)
+    config = copy.deepcopy(config)  # since the model writes its attention into its config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float64)
     return model.train()
 
 
 def packed_row(lengths: list[int]) -> dict[str, Any]:
-    """A packed row of random tokens, as the collator gives it."""
+    """A packed row of random tokens in the collator's format, for samples of these lengths."""
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     generator = torch.Generator().manual_seed(1)
     return {
@@ -71,25 +72,28 @@ def packed_row(lengths: list[int]) -> dict[str, Any]:
 def loss_and_gradients(
     model: PreTrainedModel, rows: list[dict[str, Any]]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss, the sum of the squares of the rows' logits, and its gradients."""
+    """The sum of the squares of all logits of the rows, as a loss, and its gradients by the parameters' names."""
     loss = torch.zeros((), dtype=torch.float64)
     for row in rows:
-        loss = loss + model(**row, use_cache=False).logits.square().sum()
+        logits = model(**row, use_cache=False).logits
+        loss = loss + logits.square().sum()
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.detach(), gradients
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_packed_rows_have_the_loss_and_gradients_of_masked_ones(family: str, checkpointing: bool) -> None:
-    """With sdpa, transformers makes the mask of a packed row, from `position_ids` alone."""
+def test_varlen_and_sdpa_give_the_same_loss_and_gradients_of_packed_rows(family: str, checkpointing: bool) -> None:
+    """With sdpa, transformers makes a packed row's mask from its `position_ids`."""
     rows = [packed_row(LENGTHS), packed_row([20])]
-    expected_loss, expected_gradients = loss_and_gradients(decoder(DECODERS[family], "sdpa"), rows)
+    sdpa = make_decoder(DECODERS[family], "sdpa")
+    expected_loss, expected_gradients = loss_and_gradients(sdpa, rows)
 
-    model = decoder(DECODERS[family], "varlen")
+    varlen = make_decoder(DECODERS[family], "varlen")
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    loss, gradients = loss_and_gradients(model, rows)
+        varlen.gradient_checkpointing_enable({"use_reentrant": False})
+    loss, gradients = loss_and_gradients(varlen, rows)
 
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     for name, expected in expected_gradients.items():
@@ -97,20 +101,27 @@ def test_packed_rows_have_the_loss_and_gradients_of_masked_ones(family: str, che
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_packed_rows_have_the_loss_and_gradients_of_separate_ones(family: str) -> None:
-    separate = [{"input_ids": ids} for ids in packed_row(LENGTHS)["input_ids"].split(LENGTHS, dim=1)]
-    expected_loss, expected_gradients = loss_and_gradients(decoder(DECODERS[family], "eager"), separate)
-    loss, gradients = loss_and_gradients(decoder(DECODERS[family], "varlen"), [packed_row(LENGTHS)])
-    # Norms compute in float32 whatever the model's dtype, and round differently for tensors of other shapes.
+def test_a_packed_row_has_the_loss_and_gradients_of_its_samples_by_themselves(family: str) -> None:
+    row = packed_row(LENGTHS)
+    samples = [{"input_ids": ids} for ids in row["input_ids"].split(LENGTHS, dim=1)]
+    eager = make_decoder(DECODERS[family], "eager")
+    expected_loss, expected_gradients = loss_and_gradients(eager, samples)
+
+    varlen = make_decoder(DECODERS[family], "varlen")
+    loss, gradients = loss_and_gradients(varlen, [row])
+
+    # Not 1e-12 as above: norm layers compute in float32, and round differently for tensors of other shapes.
     torch.testing.assert_close(loss, expected_loss, rtol=1e-7, atol=0)
     for name, expected in expected_gradients.items():
         assert (gradients[name] - expected).norm() <= 1e-6 * expected.norm() + 1e-9, name
 
 
-def test_a_blank_picture_keeps_the_loss_and_gradients(composed: Callable[..., Path]) -> None:
+def test_a_packed_row_with_a_blank_picture_has_the_same_logits_and_gradients_as_with_sdpa(
+    composed: Callable[..., Path],
+) -> None:
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "An answer."}]
     rows = [{"images": [], "conversations": turns, "source": "row"}] * 2
-    batch = collate(composed(), rows, packed=True)
+    batch = collate(composed(), rows, packed=True)  # the collator adds a blank picture, since no row has a picture
     batch["pixel_values"] = batch["pixel_values"].double()
     del batch["labels"]
 
@@ -126,10 +137,12 @@ def test_a_blank_picture_keeps_the_loss_and_gradients(composed: Callable[..., Pa
         return results
 
     results = logits_and_projector_gradients("varlen")
-    for name, expected in logits_and_projector_gradients("sdpa").items():
+    expected_results = logits_and_projector_gradients("sdpa")
+    for name, expected in expected_results.items():
         torch.testing.assert_close(results[name], expected, rtol=1e-12, atol=1e-12)
 
 
+# Attention masks of two rows of 20 tokens. In two of the masks a row has 13 tokens and 7 of padding.
 MASKS: dict[str, torch.Tensor | None] = {
     "padded on the left": torch.tensor([[1] * 20, [0] * 7 + [1] * 13]),
     "padded on the right": torch.tensor([[1] * 20, [1] * 13 + [0] * 7]),
@@ -140,31 +153,35 @@ MASKS: dict[str, torch.Tensor | None] = {
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-def test_rows_that_are_not_packed_are_computed_as_by_sdpa(family: str, kind: str) -> None:
+def test_varlen_and_sdpa_give_the_same_logits_and_texts_of_rows_that_are_not_packed(family: str, kind: str) -> None:
     mask = MASKS[kind]
     input_ids = torch.randint(SIZES["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": input_ids, "attention_mask": mask}
-    sdpa = decoder(DECODERS[family], "sdpa")
-    varlen = decoder(DECODERS[family], "varlen")
-    expected_logits = sdpa(**inputs, use_cache=False).logits
+    sdpa = make_decoder(DECODERS[family], "sdpa")
+    varlen = make_decoder(DECODERS[family], "varlen")
     logits = varlen(**inputs, use_cache=False).logits
-    is_token = torch.ones_like(input_ids) if mask is None else mask
-    is_token = is_token.bool()
-    torch.testing.assert_close(logits[is_token], expected_logits[is_token], rtol=1e-12, atol=1e-12)
+    expected_logits = sdpa(**inputs, use_cache=False).logits
+
+    # Logits at padding have no meaning.
+    is_compared = torch.ones_like(input_ids, dtype=torch.bool)
+    if mask is not None:
+        is_compared = mask.bool()
+    torch.testing.assert_close(logits[is_compared], expected_logits[is_compared], rtol=1e-12, atol=1e-12)
 
     if kind != "padded on the right":  # transformers generates only after padding on the left
-        expected_ids = sdpa.eval().generate(**inputs, max_new_tokens=8, do_sample=False)
         generated_ids = varlen.eval().generate(**inputs, max_new_tokens=8, do_sample=False)
+        expected_ids = sdpa.eval().generate(**inputs, max_new_tokens=8, do_sample=False)
         assert torch.equal(generated_ids, expected_ids)
 
 
 def test_a_packed_row_without_cu_seq_lens_is_refused() -> None:
     row = packed_row(LENGTHS)
+    model = make_decoder(DECODERS["llama"], "varlen")
     with pytest.raises(ValueError, match="isn't told where the samples of a packed row begin"):
-        decoder(DECODERS["llama"], "varlen")(row["input_ids"], position_ids=row["position_ids"], use_cache=False)
+        model(row["input_ids"], position_ids=row["position_ids"], use_cache=False)
 
 
-# Decoders that "varlen" can't serve, and what the error says.
+# Decoders for which "varlen" would compute something else, and what the error says.
 REFUSED_DECODERS = {
     "a decoder that doesn't pass cu_seq_lens on": (NemotronConfig(**SIZES), "NemotronAttention isn't told .* sdpa"),
     "a decoder that has its window only in the mask": (
@@ -177,24 +194,25 @@ REFUSED_DECODERS = {
 
 
 @pytest.mark.parametrize("kind", REFUSED_DECODERS)
-def test_decoders_that_cannot_use_it_are_refused_by_name(kind: str) -> None:
+def test_decoders_that_cannot_use_varlen_are_refused_by_name(kind: str) -> None:
     config, message = REFUSED_DECODERS[kind]
+    model = make_decoder(config, "varlen")
     with pytest.raises(ValueError, match=message):
-        decoder(config, "varlen")(**packed_row(LENGTHS), use_cache=False)
+        model(**packed_row(LENGTHS), use_cache=False)
 
 
-def test_a_run_without_a_named_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_is_the_default_of_packed_runs_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = DECODERS["llama"]
     cpu = torch.device("cpu")
     assert default_attention(llama, packed=True, device=cpu) == "varlen"
     assert default_attention(llama, packed=False, device=cpu) == "sdpa"
-    # StableLM computes attention in its own code.
+    # StableLM computes attention in its own code, so that varlen can't replace it.
     assert default_attention(StableLmConfig(), packed=True, device=cpu) == "sdpa"
 
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # Hopper
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # Hopper, which has the kernel
     assert default_attention(llama, packed=True, device=gpu) == "varlen"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # Turing lacks the kernel
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # Turing, which lacks it
     assert default_attention(llama, packed=True, device=gpu) == "sdpa"
 
 
@@ -215,9 +233,11 @@ def plain_kernel(
     window_size_right: int,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Stands in for `aten::_flash_attention_forward`, which needs a GPU.
+    """Stands for the kernel, `aten::_flash_attention_forward`, which needs a GPU.
 
-    It checks what the kernel requires of its arguments, and computes what FlashAttention documents for them.
+    The function checks what the kernel requires of its arguments, and computes what FlashAttention documents for them.
+    `query`, `key`, `value` and the first output are `(num_tokens, num_heads, head_dim)`. Attention doesn't read the
+    kernel's four other outputs.
     """
     assert query.dtype == key.dtype == value.dtype
     assert all(states.stride(-1) == 1 for states in (query, key, value))
@@ -226,9 +246,12 @@ def plain_kernel(
     assert max_k == cum_seq_k.diff().max()
     assert dropout_p == 0
 
+    # With grouped queries there are fewer heads of keys and values. Repeat each for the queries that share it.
     num_queries_per_key = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(num_queries_per_key, dim=1)
     value = value.repeat_interleave(num_queries_per_key, dim=1)
+
+    # Samples don't see each other. Each goes from one entry of `cum_seq_q` to the next.
     outputs = []
     for start, end in pairwise(cum_seq_q.tolist()):
         positions = torch.arange(end - start)
@@ -240,56 +263,66 @@ def plain_kernel(
             is_hidden |= distance < -window_size_left
         if window_size_right >= 0:
             is_hidden |= distance > window_size_right
+
         scores = torch.einsum("qhd,khd->hqk", query[start:end], key[start:end]) * scale
         weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, value[start:end]))
+
     empty = torch.empty(0)
     return torch.cat(outputs), empty, empty, empty, empty
 
 
 @pytest.fixture
 def kernel_on_cpu() -> Iterator[None]:
-    """Registers `plain_kernel` as the operator's implementation on the CPU."""
+    """Lets torch call `plain_kernel` where it would call the kernel, for tensors on the CPU."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", plain_kernel, "CPU")
         yield
 
 
-def heads(num_heads: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Random queries, keys or values, `(1, num_heads, sequence_length, head_dim)`, with the strides of a layer's."""
+def random_states(num_heads: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Random queries, keys or values of a packed row, `(1, num_heads, sequence_length, head_dim)`.
+
+    They have the strides of an attention layer's: such a layer makes tensors with the heads behind the positions, and
+    transposes them.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, sum(LENGTHS), num_heads, 8, generator=generator).to(dtype).transpose(1, 2)
+    states = torch.randn(1, sum(LENGTHS), num_heads, 8, generator=generator)
+    return states.to(dtype).transpose(1, 2)
 
 
 @pytest.mark.usefixtures("kernel_on_cpu")
 @pytest.mark.parametrize("sliding_window", [None, 1, 5, 17])
-def test_the_kernel_is_called_with_the_samples_window_and_scale(sliding_window: int | None) -> None:
-    query = heads(4, seed=0)
-    key = heads(2, seed=1)
-    value = heads(2, seed=2)
+def test_the_kernel_gets_the_samples_the_window_and_the_scale(sliding_window: int | None) -> None:
+    query = random_states(4, seed=0)
+    key = random_states(2, seed=1)
+    value = random_states(2, seed=2)
     row = packed_row(LENGTHS)
     samples = {"cu_seq_lens": row["cu_seq_lens_q"], "max_length": row["max_length_q"]}
     with torch.no_grad():
         output = attend_by_kernel(query, key, value, scaling=0.3, sliding_window=sliding_window, **samples)
 
     # A query sees the keys of its own sample, up to itself and within the window.
-    samples_of_tokens = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    sample_of_token = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    is_same_sample = sample_of_token[:, None] == sample_of_token  # [query, key]
     positions = torch.arange(sum(LENGTHS))
     distance = positions[:, None] - positions  # [query, key], positive for keys before the query
-    is_seen = (samples_of_tokens[:, None] == samples_of_tokens) & (distance >= 0)
+    is_seen = is_same_sample & (distance >= 0)
     if sliding_window is not None:
         is_seen &= distance < sliding_window
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=is_seen, scale=0.3, enable_gqa=True
     )
-    torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
+    expected = expected.transpose(1, 2)  # to [1, sequence_length, num_heads, head_dim], as layers expect it
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("kernel_on_cpu")
 def test_the_kernel_gets_one_dtype_where_autocast_gives_two() -> None:
-    query = heads(4, seed=0, dtype=torch.float32)
-    key = heads(2, seed=1, dtype=torch.float32)
-    value = heads(2, seed=2, dtype=torch.bfloat16)
+    """Under autocast the rotary embedding returns queries and keys in float32, while values are bfloat16."""
+    query = random_states(4, seed=0, dtype=torch.float32)
+    key = random_states(2, seed=1, dtype=torch.float32)
+    value = random_states(2, seed=2, dtype=torch.bfloat16)
     row = packed_row(LENGTHS)
     samples = {"cu_seq_lens": row["cu_seq_lens_q"], "max_length": row["max_length_q"]}
     with torch.no_grad():
@@ -298,63 +331,77 @@ def test_the_kernel_gets_one_dtype_where_autocast_gives_two() -> None:
 
 
 def test_the_kernel_has_a_backward_pass_and_one_graph_for_rows_of_any_length() -> None:
-    """The meta device computes shapes only, and so needs no GPU."""
+    """The tensors are on the meta device, where the kernel computes only shapes, and so needs no GPU."""
     graphs = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def record_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(attend_by_kernel, fullgraph=True, dynamic=True, backend=backend)
+    def empty_states(num_heads: int, num_tokens: int) -> torch.Tensor:
+        shape = (1, num_heads, num_tokens, 64)
+        return torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+    compiled = torch.compile(attend_by_kernel, fullgraph=True, dynamic=True, backend=record_graph)
     for lengths in ([9, 5], [30, 7, 11, 2]):
-        # Queries have four heads, keys and values two.
-        shapes = [(1, num_heads, sum(lengths), 64) for num_heads in (4, 2, 2)]
-        states = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        num_tokens = sum(lengths)
+        query = empty_states(4, num_tokens)
+        key = empty_states(2, num_tokens)
+        value = empty_states(2, num_tokens)
         starts = torch.empty(len(lengths) + 1, device="meta", dtype=torch.int32)
         options = {"cu_seq_lens": starts, "max_length": max(lengths), "scaling": 0.3, "sliding_window": 3}
-        output = compiled(*states, **options)
-        assert output.shape == (1, sum(lengths), 4, 64)
+        output = compiled(query, key, value, **options)
+        assert output.shape == (1, num_tokens, 4, 64)
+
         output.sum().backward()
-        assert [tuple(state.grad.shape) for state in states] == shapes
+        for states in (query, key, value):
+            assert states.grad.shape == states.shape
     assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "dtype", "dropout", "expected"),
+    ("dim", "dtype"), [(64, torch.bfloat16), (80, torch.bfloat16), (256, torch.bfloat16), (256, torch.float16)]
+)
+def test_the_kernel_supports_16_bits_and_dimensions_up_to_256(dim: int, dtype: torch.dtype) -> None:
+    query = torch.empty(1, 2, 4, dim)
+    value = torch.empty(1, 2, 4, dim, dtype=dtype)
+    assert kernel_supports(query, value, dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("query_dim", "value_dim", "dtype", "dropout"),
     [
-        (64, 64, torch.bfloat16, 0.0, True),
-        (256, 256, torch.float16, 0.0, True),
-        (80, 80, torch.bfloat16, 0.0, True),
-        (64, 64, torch.float32, 0.0, False),
-        (512, 512, torch.bfloat16, 0.0, False),
-        (100, 100, torch.bfloat16, 0.0, False),
-        (192, 128, torch.bfloat16, 0.0, False),
-        (64, 64, torch.bfloat16, 0.1, False),
+        pytest.param(64, 64, torch.float32, 0.0, id="32 bits"),
+        pytest.param(512, 512, torch.bfloat16, 0.0, id="over 256 dimensions"),
+        pytest.param(100, 100, torch.bfloat16, 0.0, id="not a multiple of 8 dimensions"),
+        pytest.param(192, 128, torch.bfloat16, 0.0, id="values of other dimensions"),
+        pytest.param(64, 64, torch.bfloat16, 0.1, id="dropout"),
     ],
 )
-def test_what_the_kernel_supports(
-    head_dim: int, value_dim: int, dtype: torch.dtype, dropout: float, expected: bool
-) -> None:
-    query = torch.empty(1, 2, 4, head_dim)
+def test_the_kernel_does_not_support(query_dim: int, value_dim: int, dtype: torch.dtype, dropout: float) -> None:
+    query = torch.empty(1, 2, 4, query_dim)
     value = torch.empty(1, 2, 4, value_dim, dtype=dtype)
-    assert kernel_supports(query, value, dropout) == expected
+    assert not kernel_supports(query, value, dropout)
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_what_eager_ones_do() -> None:
+def test_a_compiled_layer_computes_what_an_uncompiled_one_does() -> None:
     row = packed_row(LENGTHS)
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
-    expected_loss, expected_gradients = loss_and_gradients(decoder(config, "varlen"), [row])
-    model = decoder(config, "varlen")
-    for layer in model.model.layers:
-        layer.forward = torch.compile(layer.forward, backend="eager")
-    loss, gradients = loss_and_gradients(model, [row])
+    uncompiled = make_decoder(config, "varlen")
+    expected_loss, expected_gradients = loss_and_gradients(uncompiled, [row])
+
+    compiled = make_decoder(config, "varlen")
+    (layer,) = compiled.model.layers
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    loss, gradients = loss_and_gradients(compiled, [row])
+
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     for name, expected in expected_gradients.items():
         torch.testing.assert_close(gradients[name], expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_run_uses_it_in_the_language_model_only_and_does_not_save_it(
+def test_a_run_uses_varlen_in_the_language_model_only_and_does_not_save_it(
     composed: Callable[..., Path], tmp_path: Path
 ) -> None:
     run_args = RunArguments(
@@ -363,6 +410,7 @@ def test_a_run_uses_it_in_the_language_model_only_and_does_not_save_it(
     model = load_base(run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
     assert model.model.language_model.config._attn_implementation == "varlen"
     assert model.model.vision_tower.config._attn_implementation == "sdpa"
+
     model.save_pretrained(tmp_path)
     assert "attn_implementation" not in (tmp_path / "config.json").read_text()
     loaded = NormLlavaForConditionalGeneration.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Padded batches: an epoch has every row once, for any number of processes, in the order of torch's sampler."""
+"""Batches of an epoch: how rows are dealt to processes, how a data loader reads them, and how many make a step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,82 +16,93 @@ from training.batches import Batches, deal_rows, padded_batches
 @pytest.mark.parametrize("num_processes", [1, 3, 4])
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
 @pytest.mark.parametrize("num_rows", [30, 9, 2])
-def test_every_row_is_seen_once(num_processes: int, batch_size: int, num_rows: int) -> None:
-    def deal(epoch: int) -> list[list[int]]:
-        return padded_batches(num_rows, batch_size, num_processes, 42 + epoch)
+def test_every_row_is_seen_once_in_an_epoch(num_processes: int, batch_size: int, num_rows: int) -> None:
+    def deal_epoch(epoch: int) -> list[list[int]]:
+        return padded_batches(num_rows, batch_size, num_processes, seed=42 + epoch)
 
     samplers = []
     for rank in range(num_processes):
         process: Any = SimpleNamespace(world_size=num_processes, process_index=rank)
-        samplers.append(Batches(deal, process))
+        samplers.append(Batches(deal_epoch, process))
 
     orders = []
     for epoch in range(2):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         batches_of_processes = [list(sampler) for sampler in samplers]
-        for batches in batches_of_processes:
-            assert len(batches) == len(samplers[0])  # so that no process waits for another
 
+        # zip is strict, because with fewer batches a process would let the others wait.
         order = []
-        for batches_of_pass in zip(*batches_of_processes, strict=True):
-            sizes = [len(batch) for batch in batches_of_pass]
+        for batches_at_once in zip(*batches_of_processes, strict=True):
+            sizes = [len(batch) for batch in batches_at_once]
             assert max(sizes) <= batch_size
             assert max(sizes) - min(sizes) <= 1
-            for batch in batches_of_pass:
+            for batch in batches_at_once:
                 order += batch
         assert sorted(order) == list(range(num_rows))
         orders.append(order)
 
-    if num_rows > 2:  # two rows can have the same order in two epochs
+    if num_rows > 2:  # two rows can come in the same order in both epochs
         assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_data_loader_takes_the_batches_of_an_epoch(num_workers: int) -> None:
-    def load(batches: Batches) -> DataLoader:
-        return DataLoader(list(range(10)), batch_sampler=batches, num_workers=num_workers, collate_fn=list)
+def test_a_data_loader_takes_the_batches_of_its_process_and_epoch(num_workers: int) -> None:
+    def make_loader(batches: Batches) -> DataLoader:
+        rows = list(range(10))  # each row is its own number
+        return DataLoader(rows, batch_sampler=batches, num_workers=num_workers, collate_fn=list)
 
+    # Batches go to two processes in turn. The first batch of each epoch has one row, the number of the epoch.
     second_process: Any = SimpleNamespace(world_size=2, process_index=1)
     batches = Batches(lambda epoch: [[epoch], [1, 2], [3], []], second_process)
-    loader = load(batches)
+    loader = make_loader(batches)
     assert len(loader) == 2
     assert list(loader) == [[1, 2], []]
 
     first_process: Any = SimpleNamespace(world_size=2, process_index=0)
     batches = Batches(lambda epoch: [[epoch], [1, 2], [3]], first_process)
-    loader = load(batches)
+    loader = make_loader(batches)
     batches.set_epoch(7)
     assert list(loader) == [[7], [3]]
 
 
-def test_one_process_gets_the_batches_of_torch() -> None:
-    order = RandomSampler(range(30), generator=torch.Generator().manual_seed(45))
-    expected = list(BatchSampler(order, 4, drop_last=False))
-    assert padded_batches(30, 4, 1, 45) == expected
+def test_one_process_gets_the_batches_of_torchs_samplers() -> None:
+    sampler = RandomSampler(range(30), generator=torch.Generator().manual_seed(45))
+    expected = list(BatchSampler(sampler, batch_size=4, drop_last=False))
+    assert padded_batches(num_rows=30, batch_size=4, num_processes=1, seed=45) == expected
 
 
-def test_the_accumulation_steps_follow_from_the_global_batch() -> None:
-    lengths = (37 * np.arange(30)) % 23 + 2  # 377 tokens in all, which fill two packed rows of 200
+@pytest.mark.parametrize(
+    ("fields", "expected_steps"),
+    [
+        # Three batches of 2 rows are 6 rows.
+        pytest.param({"global_batch_size": 6}, 3, id="padded"),
+        # All 30 rows together have 377 tokens, which fill two packed rows of 200.
+        pytest.param({"global_batch_size": 30, "packed_length": 200}, 2, id="packed"),
+    ],
+)
+def test_the_accumulation_steps_follow_from_the_global_batch(fields: dict[str, Any], expected_steps: int) -> None:
+    lengths = (37 * np.arange(30)) % 23 + 2  # between 2 and 24 tokens, 377 in all
     rows = Dataset.from_dict({"length": lengths, "num_tiles": [1] * 30})
     args = TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_train_batch_size=2)
-    padded = {"global_batch_size": 6}
-    packed = {"global_batch_size": 30, "packed_length": 200}
-    for fields, expected in ((padded, 3), (packed, 2)):
-        run_args = RunArguments(dataset_name="", stage="align", **fields)
-        args.data_seed = None
-        batches, accumulation_steps = deal_rows(run_args, args, rows, blank=4)
-        assert batches is not None
-        assert accumulation_steps == expected
-        first_epoch = list(batches)
-        assert sorted(row for batch in first_epoch for row in batch) == list(range(30))
+    run_args = RunArguments(dataset_name="", stage="align", **fields)
+    batches, accumulation_steps = deal_rows(run_args, args, rows, blank=4)
+    assert accumulation_steps == expected_steps
+    first_epoch = list(batches)
+    row_numbers = [number for batch in first_epoch for number in batch]
+    assert sorted(row_numbers) == list(range(30))
 
-        # Another epoch and another seed give other batches.
-        batches.set_epoch(1)
-        assert list(batches) != first_epoch
-        args.data_seed = 7
-        other_batches, _ = deal_rows(run_args, args, rows, blank=4)
-        assert other_batches is not None
-        assert list(other_batches) != first_epoch
+    # Another epoch and another seed give other batches.
+    batches.set_epoch(1)
+    assert list(batches) != first_epoch
+    args.data_seed = 7
+    other_batches, _ = deal_rows(run_args, args, rows, blank=4)
+    assert list(other_batches) != first_epoch
+
+
+def test_a_global_batch_that_batches_do_not_fill_is_refused() -> None:
+    rows = Dataset.from_dict({"length": [10] * 30, "num_tiles": [1] * 30})
+    args = TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_train_batch_size=2)
+    run_args = RunArguments(dataset_name="", stage="align", global_batch_size=5)
     with pytest.raises(ValueError, match="global_batch_size 5 is not a multiple of per_device_train_batch_size 2"):
-        deal_rows(RunArguments(dataset_name="", stage="align", global_batch_size=5), args, rows, blank=4)
+        deal_rows(run_args, args, rows, blank=4)

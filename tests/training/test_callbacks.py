@@ -1,4 +1,4 @@
-"""Training logs the same norms at the modality interface as the diagnostics measure on the same rows."""
+"""Training logs the same norms of image and text tokens as the diagnostics measure on the same rows."""
 
 import json
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from script_runs import INSTRUCT, PACKED, collate, read_metrics, run
 
 
 @torch.no_grad()
-def record_rows(folder: Path, rows: str) -> list[Record]:
-    """A record of the diagnostics for each row by itself, tokenized as in training."""
+def measure_rows(folder: Path, rows: Path) -> list[Record]:
+    """What the diagnostics measure on each row of a file by itself, tokenized as in training."""
     model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     records = []
-    for row in load_rows(rows):
+    for row in load_rows(str(rows)):
         inputs = collate(folder, [row])
         del inputs["labels"]
         tokens = classify_sample(inputs, token_ids(model, processor))
         with Probe(model, inputs, tokens) as probe:
             model.model(**inputs)
         record = probe.record()
-        assert not record.tokens.excluded["sink"].any()  # training would count sinks too
+        assert not record.tokens.excluded["sink"].any()  # the diagnostics leave out sinks, which training counts
         records.append(record)
     return records
 
@@ -41,12 +41,17 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     path = data.with_name("pictures.json")
     path.write_text(json.dumps(rows_with_pictures))
 
-    # `layer_norms[0]` are norms at the decoder's input.
-    records = record_rows(composed(), str(path))
-    visual = torch.cat([record.layer_norms[0, record.tokens.visual] for record in records]).mean().item()
-    text = torch.cat([record.layer_norms[0, record.tokens.text] for record in records]).mean().item()
+    # The mean norms of image tokens and of text tokens at the decoder's input.
+    visual_norms = []
+    text_norms = []
+    for record in measure_rows(composed(), path):
+        input_norms = record.layer_norms[0]  # [num_tokens]
+        visual_norms.append(input_norms[record.tokens.visual])
+        text_norms.append(input_norms[record.tokens.text])
+    visual = torch.cat(visual_norms).mean().item()
+    text = torch.cat(text_norms).mean().item()
 
-    # One step trains on all 24 rows.
+    # Each run has one step on all 24 rows.
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(path)}
     fields |= {"max_steps": 1, "logging_steps": 1, "global_batch_size": 24}
     settings: dict[str, dict[str, Any]] = {
@@ -56,9 +61,12 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     }
     for name, setting in settings.items():
         run(tmp_path, **{**fields, **setting}, output_dir=str(tmp_path / name))
-        step, *_, summary = read_metrics(tmp_path / name)
+        metrics = read_metrics(tmp_path / name)
+        step = metrics[0]
         assert step["norm/visual"] == pytest.approx(visual, rel=1e-5), name
         assert step["norm/text"] == pytest.approx(text, rel=1e-5), name
         assert step["norm/ratio"] == pytest.approx(visual / text, rel=1e-5), name
-        # Trainer's figures that count padding, or a packed row as a sample, are not logged.
+        # Two of Trainer's figures on the whole run are not logged, since they would be wrong: they count padding, or a
+        # packed row as one sample.
+        summary = metrics[-1]
         assert summary.keys().isdisjoint({"total_flos", "train_samples_per_second"})

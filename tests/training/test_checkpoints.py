@@ -1,4 +1,4 @@
-"""Checkpoints: which ones are complete, which are refused, and what is left behind by a run that fails."""
+"""Checkpoints and runs that fail: what can be resumed, what is left behind, and that too large batches fail early."""
 
 import json
 import multiprocessing
@@ -23,21 +23,22 @@ from training.trainer import NormLlavaTrainer
 
 def tear(path: Path) -> None:
     """Cut a file to two thirds, as if its writing had been interrupted."""
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
 
 
-def empty(folder: Path) -> None:
+def empty_folder(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
 
 
-# Ways to damage the folder of a checkpoint.
+# Ways to damage the folder of a checkpoint, which has another checkpoint, of step 3, beside it.
 FAULTS: dict[str, Callable[[Path], object]] = {
     "state torn": lambda folder: tear(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
-    "run of another version": lambda folder: (folder / "run.json").write_text('{"data": "a"}'),
+    "record of a run by another version": lambda folder: (folder / "run.json").write_text('{"data": "a"}'),
     "saved by save_only_model": lambda folder: (folder / "scheduler.pt").unlink(),
-    "an empty folder": empty,
+    "an empty folder": empty_folder,
 }
 
 
@@ -60,18 +61,18 @@ def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
 
 
 def test_others_may_read_what_a_run_writes(finished: dict[str, Any]) -> None:
-    """safetensors itself writes files that only their owner can read."""
+    """safetensors itself writes files that only their owner can read, whatever the user's umask allows."""
     out = Path(finished["output_dir"])
-    permissions_by_umask = (out / ".lock").stat().st_mode & 0o777  # Python opened this file as any new one
+    expected_mode = (out / ".lock").stat().st_mode  # Python made this file, with the permissions that umask leaves
     for path in (out / "model.safetensors", out / "checkpoint-6" / "model.safetensors"):
-        assert path.stat().st_mode & 0o777 == permissions_by_umask
+        assert path.stat().st_mode == expected_mode
 
 
 def test_weights_that_do_not_fit_are_an_error(finished: dict[str, Any], copied: Path) -> None:
-    file = copied / "checkpoint-6" / "model.safetensors"
-    tensors = load_file(file)
+    path = copied / "checkpoint-6" / "model.safetensors"
+    tensors = load_file(path)
     tensors["renamed"] = tensors.pop("lm_head.weight")
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"Missing: \['lm_head.weight'\]; unexpected: \['renamed'\]"):
         run(copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
 
@@ -86,17 +87,17 @@ def test_two_runs_do_not_share_a_folder(finished: dict[str, Any], tmp_path: Path
             locked.set()
             time.sleep(60)
 
-    other = fork.Process(target=hold_lock)
-    other.start()
+    other_process = fork.Process(target=hold_lock)
+    other_process.start()
     assert locked.wait(timeout=60)
     fields = {**finished, "output_dir": str(out), "max_steps": 1}
     with pytest.raises(ValueError, match="out is in use"):
         run(tmp_path, **fields)
     assert [path.name for path in out.iterdir()] == [".lock"]
 
-    # The lock ends with the process that holds it, even if it is killed.
-    other.kill()
-    other.join()
+    # The lock ends with the process that holds it, even if the process is killed.
+    other_process.kill()
+    other_process.join()
     run(tmp_path, **fields)
 
 
@@ -116,16 +117,24 @@ def test_a_disk_without_locks_is_used_with_a_warning(
     assert "can't be locked" in caplog.text
 
 
-@pytest.mark.parametrize("function_name", ["publish_checkpoint", "publish_result"])
+@pytest.mark.parametrize(
+    ("function_name", "last_checkpoint"),
+    [("publish_checkpoint", "checkpoint-3"), ("publish_result", "checkpoint-8")],
+)
 def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function_name: str
+    finished: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function_name: str,
+    last_checkpoint: str,
 ) -> None:
+    """The disk fills up while checkpoint 6 is written, or while the result is written into the output folder."""
     out = tmp_path / "out"
     fields = {**finished, "output_dir": str(out)}
     publish = getattr(checkpoints, function_name)
 
     def publish_on_a_disk_that_fills_up(folder: Path, destination: Path) -> None:
-        if destination.name in ("checkpoint-6", "out"):
+        if destination in (out / "checkpoint-6", out):
             raise OSError(28, "No space left on device")
         publish(folder, destination)
 
@@ -133,23 +142,28 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
         patched.setattr(f"training.trainer.{function_name}", publish_on_a_disk_that_fills_up)
         with pytest.raises(OSError, match="No space left"):
             run(tmp_path, **fields)
-    last = "checkpoint-3" if function_name == "publish_checkpoint" else "checkpoint-8"
-    assert find_checkpoint(out, True) == out / last
-    assert not (out / "config.json").exists()  # which would make the folder look like a model
+    assert find_checkpoint(out, True) == out / last_checkpoint
+    assert not (out / "config.json").exists()  # with this file the folder would look like a model
 
     run(tmp_path, **fields, resume_from_checkpoint=True)
     assert changed_weights(Path(finished["output_dir"]), out) == set()
     assert steps_done(out) == 8
 
 
-def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
+    finished: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    # With this learning rate the weights explode in the first steps.
+    fields = {**finished, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
+    with pytest.raises(UserError, match="The loss is nan in step"):
+        run(tmp_path, **{**fields, "output_dir": str(out)})
+    assert find_checkpoint(out, True) is not None
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {**finished, "output_dir": str(tmp_path / "out"), "save_steps": 1, "lr_scheduler_type": "constant"}
-    with pytest.raises(UserError, match="The loss is nan in step"):
-        run(tmp_path, **{**fields, "learning_rate": 1e30})
-    assert find_checkpoint(tmp_path / "out", True) is not None
-
     training_step = SFTTrainer.training_step
 
     def step_with_infinite_gradient(trainer: SFTTrainer, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -159,7 +173,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_keeps_its_check
 
     monkeypatch.setattr(SFTTrainer, "training_step", step_with_infinite_gradient)
     with pytest.raises(UserError, match="The gradient's norm is inf in step 1"):
-        run(tmp_path, **{**fields, "output_dir": str(tmp_path / "spoilt")})
+        run(tmp_path, **{**finished, "output_dir": str(tmp_path / "out")})
 
 
 def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_biases(
@@ -167,69 +181,89 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
 ) -> None:
     fields = {**finished, "weight_decay": 0.1, "max_steps": 1, "save_steps": 1, "output_dir": str(tmp_path / "out")}
     run(tmp_path, **fields)
-    optimizer = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)
+    optimizer_state = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)
 
-    # How many tensors each module has at each weight decay.
-    counts: dict[str, dict[float, int]] = {}
-    for group in optimizer["param_groups"]:
-        counts.setdefault(group["module"], {})[group["weight_decay"]] = len(group["params"])
-    modules = {"multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head", "vision_tower"}
-    assert counts.keys() == modules
-    assert counts["multi_modal_projector"] == {0.1: 2, 0.0: 2}  # the weights and the biases of two linear layers
-    assert counts["multi_modal_projector.norm"] == {0.0: 2}
-    # Llava reads the output of the second of three layers. Two layers have 16 tensors each, the embeddings 3.
-    assert sum(counts["vision_tower"].values()) == 2 * 16 + 3
+    # The number of tensors that a module has at a weight decay.
+    num_tensors: dict[tuple[str, float], int] = {}
+    for group in optimizer_state["param_groups"]:
+        num_tensors[group["module"], group["weight_decay"]] = len(group["params"])
+    modules = {module for module, _ in num_tensors}
+    assert modules == {
+        "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head", "vision_tower",
+    }  # fmt: skip
+    assert num_tensors["multi_modal_projector", 0.1] == 2  # the weights of two linear layers
+    assert num_tensors["multi_modal_projector", 0.0] == 2  # their biases
+    assert num_tensors["multi_modal_projector.norm", 0.0] == 2
+    assert ("multi_modal_projector.norm", 0.1) not in num_tensors
+    # Llava reads the output of the second of the encoder's three layers, so only what comes before it is trained. A
+    # layer has 16 tensors, and the embeddings have 3.
+    num_vision_tensors = num_tensors["vision_tower", 0.1] + num_tensors["vision_tower", 0.0]
+    assert num_vision_tensors == 2 * 16 + 3
 
 
-@pytest.mark.parametrize(("optim", "accumulated"), [("adamw_torch_fused", 1), ("sgd", 2)])
+@pytest.mark.parametrize(
+    ("optim", "accumulation_steps"),
+    [("adamw_torch_fused", 1), ("sgd", 2)],
+    ids=["one pass a step", "two passes a step"],
+)
 def test_the_rehearsal_leaves_no_trace(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, accumulated: int
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, accumulation_steps: int
 ) -> None:
-    """Before the first step two passes over the largest batch show whether it fits into memory (rehearsal.py).
+    """Before its first step, a run tries whether the batches with most tokens and with most pictures fit into memory.
 
-    The second pass keeps the first pass's gradients only where a step accumulates. Otherwise it would need more memory
-    than the run does, and refuse runs that fit.
+    The rehearsal's second pass keeps the gradients of its first pass only if training accumulates gradients too.
+    Otherwise the rehearsal would need more memory than training, and refuse runs that fit.
     """
     compute_loss = NormLlavaTrainer.compute_loss
     has_gradients = []  # for each pass, whether gradients exist at its start
 
-    def note_gradients(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_and_compute_loss(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         has_gradients.append(any(parameter.grad is not None for parameter in model.parameters()))
         return compute_loss(trainer, model, *args, **kwargs)
 
     fields = {**finished, "optim": optim, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "constant"}
     fields |= {"vision_learning_rate": 1e-3, "dataloader_num_workers": 1, "logging_steps": 1}
-    fields |= {"per_device_train_batch_size": 2, "global_batch_size": 2 * accumulated}
-    monkeypatch.setattr(NormLlavaTrainer, "compute_loss", note_gradients)
-    run(tmp_path, **{**fields, "output_dir": str(tmp_path / "with")})
-    rehearsal = has_gradients[:2]
-    next_passes = has_gradients[2:4]
-    assert rehearsal == [False, accumulated == 2]
-    assert next_passes == rehearsal
+    fields |= {"per_device_train_batch_size": 2, "global_batch_size": 2 * accumulation_steps}
+    with_rehearsal = tmp_path / "with rehearsal"
+    without_rehearsal = tmp_path / "without rehearsal"
+    monkeypatch.setattr(NormLlavaTrainer, "compute_loss", record_and_compute_loss)
+    run(tmp_path, **{**fields, "output_dir": str(with_rehearsal)})
 
-    # The run without a rehearsal.
-    monkeypatch.setattr(NormLlavaTrainer, "_prepare_for_training", SFTTrainer._prepare_for_training)
-    run(tmp_path, **{**fields, "output_dir": str(tmp_path / "without")})
-    assert changed_weights(tmp_path / "with", tmp_path / "without") == set()
-    for line, expected in zip(read_metrics(tmp_path / "with"), read_metrics(tmp_path / "without"), strict=True):
+    expected = [False, accumulation_steps == 2]
+    assert has_gradients[:2] == expected  # the two passes of the rehearsal
+    assert has_gradients[2:4] == expected  # the first two passes of training
+
+    monkeypatch.setattr(NormLlavaTrainer, "_rehearse", lambda *args: None)
+    run(tmp_path, **{**fields, "output_dir": str(without_rehearsal)})
+    assert changed_weights(with_rehearsal, without_rehearsal) == set()
+    lines = read_metrics(with_rehearsal)
+    expected_lines = read_metrics(without_rehearsal)
+    for line, expected_line in zip(lines, expected_lines, strict=True):
         for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "norm/ratio"):
-            assert line.get(name) == expected.get(name), name
+            assert line.get(name) == expected_line.get(name), name
 
 
-@pytest.mark.parametrize(("name", "limit"), [("pixel_values", 2 * 3 * 28**2), ("input_ids", 400)])
+@pytest.mark.parametrize(
+    ("input_name", "max_elements"),
+    [
+        ("pixel_values", 2 * 3 * 28**2),  # two pictures
+        ("input_ids", 400),
+    ],
+)
 def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, input_name: str, max_elements: int
 ) -> None:
+    """A pass over a batch with `max_elements` or more of an input runs out of memory."""
     data = Path(finished["dataset_name"])
     compute_loss = NormLlavaTrainer.compute_loss
 
-    # One long row without a picture, so that the batch with most tokens is not the one with most pictures.
+    # One row is long and has no picture, so that the batch with most tokens is not the one with most pictures.
     rows = json.loads(data.read_text())
     rows[0] = {"conversations": [{"from": "human", "value": "Say it."}, {"from": "gpt", "value": "so " * 100}]}
     (tmp_path / "rows.json").write_text(json.dumps(rows))
 
     def compute_loss_in_little_memory(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if inputs[name].numel() >= limit:
+        if inputs[input_name].numel() >= max_elements:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return compute_loss(trainer, model, inputs, *args, **kwargs)
 

@@ -18,10 +18,16 @@ from training.stages import LearningRates, Stage, prepare_stage
 
 
 def make_row(folder: Path, answer: str, *further_turns: str, num_images: int = 1) -> dict[str, Any]:
-    """A row of `conversations.rows`: a question with pictures, an answer, and further questions and answers."""
-    paths = [str(folder / f"{number}.png") for number in range(num_images)]
-    for number, path in enumerate(paths):
+    """A row that asks "What is it?" of `num_images` pictures, which are written into `folder`.
+
+    The texts after `answer` are further questions and answers in turn.
+    """
+    paths = []
+    for number in range(num_images):
+        path = folder / f"{number}.png"
         Image.new("RGB", (30, 20), (40 * number, 90, 200)).save(path)
+        paths.append(str(path))
+
     question = "<image>\n" * num_images + "What is it?"
     turns = []
     for number, text in enumerate([question, answer, *further_turns]):
@@ -32,7 +38,8 @@ def make_row(folder: Path, answer: str, *further_turns: str, num_images: int = 1
 
 def collate_rows(tokenize: RowTokenizer, rows: list[dict[str, Any]], packed: bool = False) -> dict[str, Any]:
     tokenized = [tokenize(row) for row in rows]
-    return VisionLanguageCollator(tokenize, packed)(tokenized)
+    collator = VisionLanguageCollator(tokenize, packed)
+    return collator(tokenized)
 
 
 @pytest.fixture(params=["qwen2", "llama", "gemma3", "vicuna"])
@@ -40,22 +47,26 @@ def processor(request: pytest.FixtureRequest, composed: Callable[..., Path]) -> 
     return AutoProcessor.from_pretrained(composed(text=request.param))
 
 
-def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
+def test_only_answers_of_chat_rows_are_trained(processor: Any, tmp_path: Path) -> None:
     rows = [
         make_row(tmp_path, "A dog.", "Sure?", "Yes, a dog."),
         make_row(tmp_path, "Text alone.", num_images=0),
         make_row(tmp_path, "Two.", num_images=2),
     ]
     batch = collate_rows(RowTokenizer(processor, processor.chat_template), rows)
+
     end = processor.tokenizer.eos_token
     space = " " if end == "</s>" else ""  # answers in Vicuna's format start with a space
     expected = [f"{space}A dog.{end}{space}Yes, a dog.{end}", f"{space}Text alone.{end}", f"{space}Two.{end}"]
     for labels, answers in zip(batch["labels"], expected, strict=True):
         assert processor.tokenizer.decode(labels[labels != -100]) == answers
-    assert batch["pixel_values"].shape == (3, 3, 28, 28)
-    assert (batch["input_ids"] == processor.image_token_id).sum(1).tolist() == [4, 0, 8]
     is_padding = batch["attention_mask"] == 0
     assert (batch["labels"][is_padding] == -100).all()
+
+    # The rows have one, no and two pictures, of four image tokens each.
+    assert batch["pixel_values"].shape == (3, 3, 28, 28)
+    num_image_tokens = (batch["input_ids"] == processor.image_token_id).sum(dim=1)
+    assert num_image_tokens.tolist() == [4, 0, 8]
 
     # The row without pictures has the tokens that the tokenizer gives for the rendered conversation.
     text = processor.apply_chat_template(
@@ -64,11 +75,12 @@ def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
             {"role": "assistant", "content": "Text alone."},
         ]
     )
-    length = batch["attention_mask"][1].sum()
-    assert batch["input_ids"][1, :length].tolist() == processor.tokenizer(text, add_special_tokens=False).input_ids
+    expected_ids = processor.tokenizer(text, add_special_tokens=False).input_ids
+    is_token = batch["attention_mask"][1].bool()
+    assert batch["input_ids"][1][is_token].tolist() == expected_ids
 
 
-def test_plain_rows_are_picture_caption_and_line_break(processor: Any, tmp_path: Path) -> None:
+def test_plain_rows_are_a_picture_a_caption_and_a_line_break(processor: Any, tmp_path: Path) -> None:
     template = plain_template(processor.tokenizer, processor.image_token)
     rows = [make_row(tmp_path, "A dog."), make_row(tmp_path, "A black cat.")]
     batch = collate_rows(RowTokenizer(processor, template), rows)
@@ -82,16 +94,20 @@ def test_plain_rows_are_picture_caption_and_line_break(processor: Any, tmp_path:
 def loss_and_projector_gradient(
     model: NormLlavaForConditionalGeneration, batch: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss of a batch, and the gradient of the projector's first weight; `None` if it has no part in the loss."""
+    """The loss of a batch, and the gradient of the projector's first weight.
+
+    The gradient is `None` if the loss doesn't depend on the projector.
+    """
     model.zero_grad()
-    # With a cache, transformers wouldn't look for the samples of a packed row.
+    # With a cache, transformers would take a packed row for a single sample.
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     return loss.detach(), model.model.multi_modal_projector.linear_1.weight.grad
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path: Path, packed: bool) -> None:
+    """The collator adds a blank picture to a batch without pictures."""
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float64)
     rows = [make_row(tmp_path, answer, num_images=0) for answer in ("Short.", "A longer answer, of more words.")]
@@ -99,39 +115,45 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     batch = collate_rows(tokenize, rows, packed)
     batch["pixel_values"] = batch["pixel_values"].double()
 
-    # The same batch without the blank picture, whose tokens come last.
-    num_blank = int((batch["input_ids"][0] == processor.image_token_id).sum())
-    names = ("input_ids", "labels", "position_ids" if packed else "attention_mask")
-    without_blank = {name: batch[name][:, :-num_blank] for name in names}
+    # The same batch without the blank picture, whose four image tokens come last.
+    names = ["input_ids", "labels", "position_ids" if packed else "attention_mask"]
+    without_blank = {name: batch[name][:, :-4] for name in names}
+    assert not (without_blank["input_ids"] == processor.image_token_id).any()
 
     decoder = model.model.language_model
-    expected_loss, no_gradient = loss_and_projector_gradient(model, without_blank)
+    expected_loss, gradient_without_blank = loss_and_projector_gradient(model, without_blank)
     expected_gradients = {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
-    loss, projector_gradient = loss_and_projector_gradient(model, batch)
+    loss, gradient_with_blank = loss_and_projector_gradient(model, batch)
     torch.testing.assert_close(loss, expected_loss)
     for name, parameter in decoder.named_parameters():
         torch.testing.assert_close(parameter.grad, expected_gradients[name], msg=name)
-    # The blank picture gives the projector a gradient of 0.
-    assert no_gradient is None
-    assert projector_gradient is not None
-    assert not projector_gradient.any()
 
-    # Stage 1 trains only the projector, so without the blank picture its backward pass would fail.
+    # The blank picture gives the projector a gradient of 0, where it would have none.
+    assert gradient_without_blank is None
+    assert gradient_with_blank is not None
+    assert not gradient_with_blank.any()
+
+    # Stage "align" trains only the projector, so without the blank picture its backward pass fails.
     prepare_stage(model, Stage.ALIGN, LearningRates(common=1e-3, vision=0.0, norm=1e-3))
     loss_and_projector_gradient(model, batch)
     with pytest.raises(RuntimeError, match="does not require grad"):
         loss_and_projector_gradient(model, without_blank)
 
-    # A process without rows has no labels, but its batch still goes through the model.
-    empty = collate_rows(tokenize, [], packed)
-    empty["pixel_values"] = empty["pixel_values"].double()
-    assert (empty["labels"] == -100).all()
-    assert (empty["input_ids"] == processor.image_token_id).sum() == 4
-    assert model(**empty, use_cache=False).logits.isfinite().all()
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_batch_without_rows_is_a_blank_picture(model: NormLlavaForConditionalGeneration, packed: bool) -> None:
+    """A process for which no rows are left gets such a batch. The model can still run on it."""
+    processor = AutoProcessor.from_pretrained(model.name_or_path)
+    batch = collate_rows(RowTokenizer(processor, processor.chat_template), [], packed)
+    assert (batch["labels"] == -100).all()
+    assert (batch["input_ids"] == processor.image_token_id).sum() == 4
+    assert model(**batch, use_cache=False).logits.isfinite().all()
 
 
 def test_a_row_without_trained_tokens_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(composed())
+    # This template writes the roles, but not the texts, and marks nothing as an answer.
     template = "{{ '<|image_pad|>' }}{% for message in messages %}{{ message['role'] }}{% endfor %}"
+    tokenize = RowTokenizer(processor, template)
     with pytest.raises(BadRowError, match=r"rows.json, row A dog.*: no supervised token"):
-        RowTokenizer(processor, template)(make_row(tmp_path, "A dog."))
+        tokenize(make_row(tmp_path, "A dog."))

@@ -1,4 +1,7 @@
-"""Composed models give their parts' answers and start at the text's norm; parts that don't fit are refused."""
+"""Composed and converted models: they compute what their parts did, and their image tokens start at the text's norm.
+
+Parts that don't fit together, and options that don't, are refused.
+"""
 
 import json
 import shutil
@@ -13,11 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoImageProcessor,
+    AutoModel,
     AutoModelForCausalLM,
     AutoProcessor,
     AutoTokenizer,
     ConvNextConfig,
-    ConvNextModel,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     FalconH1Config,
@@ -30,22 +33,24 @@ from transformers import (
     PreTrainedConfig,
     Qwen3MoeConfig,
     Siglip2VisionConfig,
-    Siglip2VisionModel,
 )
 
 from common.errors import UserError
 from conversations.chat_template import chat_format, chat_template
 from conversations.tokens import RowTokenizer
-from modeling_normllava import NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from script_runs import ROOT
 from training.backbones import load_text_model, load_vision_model
 from training.compose import compose, convert_llava, interface_norms, main
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT_SIZES = {**SIZES, "num_key_value_heads": 2, "vocab_size": 320}
-FALCON = {
-    **TEXT_SIZES, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "eos_token_id": 256
+# Sizes of small language models and vision encoders.
+TEXT_SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320,
 }  # fmt: skip
+VISION_SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
@@ -53,6 +58,8 @@ CONVERSATION = [
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]},
 ]
+# CONVERSATION in the chat format of each language model. <|image_pad|>, <|reserved_special_token_0|>, <unused0> and
+# <image> are image tokens.
 RENDERED = {
     "qwen2": (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|image_pad|>\nWhat is it?<|im_end|>\n"
@@ -74,48 +81,66 @@ RENDERED = {
     "vicuna": "<s>Be brief. USER: <image>\nWhat is it? ASSISTANT: A dog.</s>USER: Sure? ASSISTANT: Yes.</s>",
 }
 RENDERED["qwen3"] = RENDERED["qwen2"]
-# The factor by which a decoder multiplies its embeddings: Gemma's is the root of the width.
-EMBEDDING_SCALE = {"gemma3": 32**0.5}
 
 
-@pytest.mark.parametrize(
-    ("vision", "text"),
-    [("siglip", "llama"), ("siglip2", "qwen2"), ("clip", "qwen3"), ("dinov2", "gemma3"), ("siglip", "vicuna")],
-)
-def test_families(
-    backbones: Callable[[str], Path], composed: Callable[..., Path], picture: Image.Image, vision: str, text: str
+# Pairs of a vision encoder and a language model.
+FAMILIES = [("siglip", "llama"), ("siglip2", "qwen2"), ("clip", "qwen3"), ("dinov2", "gemma3"), ("siglip", "vicuna")]
+
+
+@pytest.mark.parametrize(("vision", "text"), FAMILIES)
+def test_image_tokens_start_at_the_norm_of_text_embeddings(
+    backbones: Callable[[str], Path], composed: Callable[..., Path], vision: str, text: str
 ) -> None:
     folder = composed(vision=vision, text=text)
-    model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
-    language_model = AutoModelForCausalLM.from_pretrained(backbones(text)).eval()
 
-    # The text's norm T is the mean norm of the embeddings as the decoder gets them.
-    embeddings = language_model.get_input_embeddings().weight.detach().double() * EMBEDDING_SCALE.get(text, 1)
+    # The text's norm is the mean norm of the embeddings as the decoder gets them. The embedding of
+    # padding can be 0, and doesn't count.
+    language_model = AutoModelForCausalLM.from_pretrained(backbones(text))
+    embeddings = language_model.get_input_embeddings().weight.detach().double()
+    if text == "gemma3":
+        embeddings = embeddings * 32**0.5  # Gemma multiplies its embeddings by the root of their width
     embedding_norms = embeddings.norm(dim=-1)
-    target = embedding_norms[embedding_norms > 0].mean().item()
-    assert model.config.projector_norm_target == pytest.approx(target, rel=1e-6)
+    text_norm = embedding_norms[embedding_norms > 0].mean().item()
+    assert model.config.projector_norm_target == pytest.approx(text_norm, rel=1e-6)
+
+    # With a gain g in all of its 32 units, the norm layer gives tokens of the norm g * sqrt(32).
     gain = model.model.multi_modal_projector.norm.weight
-    torch.testing.assert_close(gain, torch.full_like(gain, target / 32**0.5))  # the width is 32
+    torch.testing.assert_close(gain, torch.full_like(gain, text_norm / 32**0.5))
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
     if vision != "dinov2":
-        assert norms["norm_input"] > 2 * norms["text"]  # without its norm the model would start far above T
+        assert norms["norm_input"] > 2 * norms["text"]  # the tokens' norm without the norm layer
 
-    # SigLIP's pooling head is left out.
-    assert not any(name.startswith("model.vision_tower.head") for name in model.state_dict())
 
-    # The language model gives the same logits as before. The composed model may have more embeddings than its 320.
+@pytest.mark.parametrize(("vision", "text"), FAMILIES)
+def test_the_language_model_gives_the_same_logits_as_before(
+    backbones: Callable[[str], Path], composed: Callable[..., Path], vision: str, text: str
+) -> None:
+    language_model = AutoModelForCausalLM.from_pretrained(backbones(text)).eval()
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision, text=text)).eval()
     input_ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     with torch.no_grad():
         logits = model(input_ids=input_ids).logits
         expected_logits = language_model(input_ids=input_ids).logits
+    # The composed model may have more than the language model's 320 embeddings, since image tokens need one.
     assert torch.equal(logits[..., :320], expected_logits)
 
-    # The chat template renders a conversation in the language model's format, and marks the assistant's answers.
+
+@pytest.mark.parametrize(("vision", "text"), FAMILIES)
+def test_conversations_have_the_language_models_format_with_four_tokens_for_a_picture(
+    composed: Callable[..., Path], picture: Image.Image, vision: str, text: str
+) -> None:
+    folder = composed(vision=vision, text=text)
+    config = NormLlavaConfig.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
     assert processor.apply_chat_template(CONVERSATION) == RENDERED[text]
-    messages = [dict(message) for message in CONVERSATION]
-    messages[1] = {"role": "user", "content": [{"type": "image", "image": picture}, CONVERSATION[1]["content"][1]]}
+
+    # The template marks the assistant's answers.
+    question = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
+    messages = [*CONVERSATION]
+    messages[1] = {"role": "user", "content": question}
     batch = processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
     )
@@ -128,13 +153,26 @@ def test_families(
     if bos is not None:
         assert (input_ids == bos).sum() == 1
 
-    # A picture is four tokens, by the processor, the config and training.
-    assert (input_ids == model.config.image_token_id).sum() == 4
-    assert model.config.image_seq_length == 4
+    # The processor, the config and training count four image tokens for a picture.
+    assert (input_ids == config.image_token_id).sum() == 4
+    assert config.image_seq_length == 4
     assert RowTokenizer(processor, processor.chat_template).tokens_per_tile == 4
 
-    assert processor.tokenizer.eos_token_id in model.generation_config.eos_token_id
+
+@pytest.mark.parametrize(("vision", "text"), FAMILIES)
+def test_generation_ends_at_the_end_of_a_turn_and_writes_no_image_tokens(
+    composed: Callable[..., Path], vision: str, text: str
+) -> None:
+    folder = composed(vision=vision, text=text)
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder)
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
     assert model.generation_config.suppress_tokens == [model.config.image_token_id]
+
+
+def test_siglips_pooling_head_is_left_out(composed: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision="siglip"))
+    assert not any(name.startswith("model.vision_tower.head") for name in model.state_dict())
 
 
 @pytest.mark.parametrize("vision", ["siglip", "clip", "dinov2"])
@@ -143,20 +181,20 @@ def test_all_of_a_wide_picture_is_seen_unless_it_is_cropped(backbones: Callable[
     with_red_edge = white.copy()
     with_red_edge.paste((255, 0, 0), (340, 40, 400, 60))  # at the right edge, outside the central square
 
-    def sees_edge(processor: LlavaProcessor) -> bool:
+    def shows_edge(processor: LlavaProcessor) -> bool:
         pixel_values = processor.image_processor([white, with_red_edge], return_tensors="pt")["pixel_values"]
         assert pixel_values.shape == (2, 3, 28, 28)
         return not torch.equal(pixel_values[0], pixel_values[1])
 
-    paths = (str(backbones(vision)), str(backbones("llama")))
-    _, processor = compose(*paths)
-    assert sees_edge(processor)
-    # CLIP's and DINOv2's own processors crop pictures; SigLIP's squashes them.
-    _, processor = compose(*paths, center_crop=True)
-    assert sees_edge(processor) == (vision == "siglip")
+    parts = (str(backbones(vision)), str(backbones("llama")))
+    _, processor = compose(*parts)
+    assert shows_edge(processor)
+    # `center_crop` crops as the encoder's own processor does. SigLIP's doesn't crop, but squashes pictures.
+    _, processor = compose(*parts, center_crop=True)
+    assert shows_edge(processor) == (vision == "siglip")
 
 
-# Chat templates of language models whose format isn't among those that we know by name.
+# Chat templates of two language models, whose formats compose.py doesn't know by name.
 OWN_TEMPLATES = {
     "Zephyr": (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
@@ -173,7 +211,7 @@ OWN_TEMPLATES = {
 
 @pytest.mark.parametrize("system", ["{{ raise_exception('no system') }}", ""], ids=["refused", "left out"])
 def test_a_chat_format_without_system_messages_is_kept(backbones: Callable[[str], Path], system: str) -> None:
-    """Our template then puts system messages before the user's message."""
+    """If the language model's template refuses or drops system messages, ours puts them before the user's message."""
     tokenizer = AutoTokenizer.from_pretrained(backbones("vicuna"))
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'system' %}" + system + "{% else %}"
@@ -205,7 +243,7 @@ def test_a_chat_format_that_is_not_known_is_kept(backbones: Callable[[str], Path
     )
     assert rendered.removeprefix("<s>") == expected.removeprefix("<s>")
 
-    # A picture is on a line of its own, and the answer is marked up to and with the token that ends it.
+    # A picture is on a line of its own. The mask marks the answer with the token that ends it.
     question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
     answer = {"role": "assistant", "content": "A dog."}
     encoded = tokenizer.apply_chat_template(
@@ -217,22 +255,24 @@ def test_a_chat_format_that_is_not_known_is_kept(backbones: Callable[[str], Path
     assert "<image>\nWhat?" in tokenizer.decode(encoded["input_ids"])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        None,
-        "{% for m in messages %}{{ m['content'] }} {% endfor %}",  # no token ends an answer
-        "{{ raise_exception('no') }}",  # it can't be rendered
-        # Each message is numbered.
-        "{% for m in messages %}{{ loop.index ~ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}",
-    ],
-)
-def test_a_chat_format_that_cannot_be_kept_is_replaced_with_a_warning(
-    backbones: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str | None
+# Chat templates that ours can't imitate.
+OTHER_TEMPLATES = {
+    "no template": None,
+    "no token ends an answer": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    "always raises": "{{ raise_exception('no') }}",
+    "numbers each message": (
+        "{% for m in messages %}{{ loop.index ~ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TEMPLATES)
+def test_a_chat_format_that_cannot_be_kept_is_replaced_by_vicunas_with_a_warning(
+    backbones: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     shutil.copytree(backbones("vicuna"), tmp_path / "text")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "text")
-    tokenizer.chat_template = template
+    tokenizer.chat_template = OTHER_TEMPLATES[kind]
     tokenizer.save_pretrained(tmp_path / "text")
     with caplog.at_level("INFO"):
         main(
@@ -247,7 +287,10 @@ def test_a_chat_format_that_cannot_be_kept_is_replaced_with_a_warning(
 
 
 def test_gemma_keeps_every_system_turn(composed: Callable[..., Path]) -> None:
-    """Gemma's format has no system turns. Their text stands before the next user's turn, or is a user's turn."""
+    """Gemma's format has no system turns: their text stands at the start of the user's turn that follows.
+
+    If no user's turn follows, the text is a user's turn itself.
+    """
     tokenizer = AutoProcessor.from_pretrained(composed(text="gemma3")).tokenizer
     messages = [
         {"role": "system", "content": "One."},
@@ -265,40 +308,49 @@ def test_gemma_keeps_every_system_turn(composed: Callable[..., Path]) -> None:
 
 
 def test_quantized_parts_are_refused(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    """The composed model would take over the config's field, and its projector would be loaded as if in 4 bits."""
+    """A composed model would inherit `quantization_config`, and so would load its projector as if in 4 bits."""
     folder = shutil.copytree(backbones("qwen2"), tmp_path / "quantized")
-    config = json.loads((folder / "config.json").read_text())
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    config_file.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="quantized is quantized: start from the weights before"):
         load_text_model(str(folder))
 
 
-def test_where_the_norm_of_image_tokens_starts(backbones: Callable[[str], Path]) -> None:
-    parts = (str(backbones("siglip")), str(backbones("qwen2")))
-    with_gain_1, _ = compose(*parts, align_norm=False)
-    assert with_gain_1.config.projector_norm_target is None
-    assert (with_gain_1.model.multi_modal_projector.norm.weight == 1).all()
+@pytest.fixture
+def parts(backbones: Callable[[str], Path]) -> tuple[str, str]:
+    """The folders of a vision encoder and of a language model."""
+    return str(backbones("siglip")), str(backbones("qwen2"))
 
-    with_ratio_3, processor = compose(*parts, norm_target_ratio=3.0)
-    norms = interface_norms(with_ratio_3, processor)
+
+def test_without_align_norm_the_gain_starts_at_1(parts: tuple[str, str]) -> None:
+    model, _ = compose(*parts, align_norm=False)
+    assert model.config.projector_norm_target is None
+    assert (model.model.multi_modal_projector.norm.weight == 1).all()
+
+
+def test_with_a_ratio_image_tokens_start_at_a_multiple_of_the_texts_norm(parts: tuple[str, str]) -> None:
+    model, processor = compose(*parts, norm_target_ratio=3.0)
+    norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(3 * norms["text"], rel=1e-2)
 
-    without_norm, _ = compose(*parts, projector_norm="none")
-    assert not any("norm" in name for name, _ in without_norm.model.multi_modal_projector.named_parameters())
-    assert not without_norm.config.projector_scaled
+
+def test_a_projector_without_a_norm_can_be_scaled_to_the_texts_norm(parts: tuple[str, str]) -> None:
+    plain, _ = compose(*parts, projector_norm="none")
+    plain_projector = plain.model.multi_modal_projector
+    assert not any("norm" in name for name, _ in plain_projector.named_parameters())
+    assert not plain.config.projector_scaled
 
     scaled, processor = compose(*parts, projector_norm="none", scale_projector=True)
     norms = interface_norms(scaled, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-5)
     assert scaled.config.projector_scaled
     # Only the second linear layer is scaled.
-    first_weight = without_norm.model.multi_modal_projector.linear_1.weight
-    assert torch.equal(scaled.model.multi_modal_projector.linear_1.weight, first_weight)
+    assert torch.equal(scaled.model.multi_modal_projector.linear_1.weight, plain_projector.linear_1.weight)
 
 
-def test_arguments_that_do_not_fit_are_refused(backbones: Callable[[str], Path]) -> None:
-    parts = (str(backbones("siglip")), str(backbones("qwen2")))
+def test_arguments_that_do_not_fit_are_refused(parts: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="scale_projector scales a projector without a norm"):
         compose(*parts, scale_projector=True)
     ignored_ratio = "norm_target_ratio is a number above 0, for a norm that starts at"
@@ -310,81 +362,122 @@ def test_arguments_that_do_not_fit_are_refused(backbones: Callable[[str], Path])
         compose(*parts, vision_feature_layer=99)
 
 
-def test_bfloat16_stays_and_zero_rows_do_not_count(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    language_model = AutoModelForCausalLM.from_pretrained(backbones("qwen2"), dtype=torch.bfloat16)
-    expected = language_model.get_input_embeddings().weight[:300].float().norm(dim=-1).mean().item()
-    with torch.no_grad():
-        language_model.get_input_embeddings().weight[300:] = 0  # rows without tokens, as in padded vocabularies
+def test_embeddings_of_zeros_do_not_count_for_the_texts_norm(parts: tuple[str, str], tmp_path: Path) -> None:
+    vision, text = parts
+    language_model = AutoModelForCausalLM.from_pretrained(text)
+    embeddings = language_model.get_input_embeddings().weight.detach()
+    embeddings[300:] = 0  # these have no tokens, as in a vocabulary that is padded to a round number
     language_model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path)
-    model, _ = compose(str(backbones("siglip")), str(tmp_path))
+    AutoTokenizer.from_pretrained(text).save_pretrained(tmp_path)
+
+    model, _ = compose(vision, str(tmp_path))
+    expected = embeddings[:300].norm(dim=-1).mean().item()
     assert model.config.projector_norm_target == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_model_keeps_bfloat16_except_for_the_projectors_norm(parts: tuple[str, str], tmp_path: Path) -> None:
+    vision, text = parts
+    AutoModelForCausalLM.from_pretrained(text, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(text).save_pretrained(tmp_path)
+    model, _ = compose(vision, str(tmp_path))
     for name, parameter in model.named_parameters():
-        in_norm = "multi_modal_projector.norm" in name
-        assert parameter.dtype == (torch.float32 if in_norm else torch.bfloat16), name
+        is_in_norm = "multi_modal_projector.norm" in name
+        assert parameter.dtype == (torch.float32 if is_in_norm else torch.bfloat16), name
+
+
+def save_llava(folder: Path, source: Path, strategy: str) -> LlavaForConditionalGeneration:
+    """Save a random Llava that has the parts of the NormLlava in `source`, with the processor of `source`.
+
+    Args:
+        folder: The folder to save into.
+        source: The folder of a NormLlava.
+        strategy: Llava's `vision_feature_select_strategy`: "full" takes all tokens of the vision encoder, "default"
+            leaves out the first token.
+    """
+    config = NormLlavaConfig.from_pretrained(source)
+    llava_config = LlavaConfig(
+        vision_config=config.vision_config,
+        text_config=config.text_config,
+        image_token_index=config.image_token_index,
+        vision_feature_select_strategy=strategy,
+    )
+    torch.manual_seed(1)
+    llava = LlavaForConditionalGeneration(llava_config).eval()
+    llava.save_pretrained(folder)
+    # The file names the language model's weights as llava-hf's checkpoints do.
+    assert any(name.startswith("language_model.model.") for name in load_file(folder / "model.safetensors"))
+    processor = AutoProcessor.from_pretrained(source)
+    processor.vision_feature_select_strategy = strategy
+    processor.save_pretrained(folder)
+    return llava
+
+
+def rename_as_in_old_checkpoints(folder: Path) -> None:
+    """Give the vision tower's weights the longer prefix that they have in llava-hf's first checkpoints."""
+    path = folder / "model.safetensors"
+    renamed = {}
+    for name, weight in load_file(path).items():
+        if "vision_tower.vision_model." not in name:
+            name = name.replace("vision_tower.", "vision_tower.vision_model.")
+        renamed[name] = weight
+    save_file(renamed, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("vision", "strategy", "num_image_tokens"),
-    [("siglip", "full", 4), ("clip", "full", 5), ("siglip", "default", 3)],
+    ("vision", "strategy", "old_names", "num_image_tokens"),
+    [
+        pytest.param("siglip", "full", True, 4, id="siglip, old names"),
+        pytest.param("clip", "full", False, 5, id="clip with its class token"),
+        pytest.param("siglip", "default", False, 3, id="siglip without the first token"),
+    ],
 )
-def test_llava_keeps_every_weight_and_number_of_image_tokens(
+@pytest.mark.parametrize("projector_norm", ["none", "gwc"])
+def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
     vision: str,
     strategy: str,
+    old_names: bool,
     num_image_tokens: int,
+    projector_norm: str,
     composed: Callable[..., Path],
     picture: Image.Image,
     tmp_path: Path,
 ) -> None:
-    """A picture has four patches. CLIP has a class token before them, and "default" leaves out the first token."""
-    source = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision, text="vicuna"))
-    fields = {name: getattr(source.config, name) for name in ("vision_config", "text_config", "image_token_index")}
-    torch.manual_seed(1)
-    llava = LlavaForConditionalGeneration(LlavaConfig(**fields, vision_feature_select_strategy=strategy)).eval()
-    llava.save_pretrained(tmp_path)
-    processor = AutoProcessor.from_pretrained(composed(vision=vision, text="vicuna"))
-    processor.vision_feature_select_strategy = strategy
-    processor.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    # Like llava-hf's checkpoints, the file has a prefix for the language model, and in one case a longer one for the
-    # vision tower.
-    assert any(name.startswith("language_model.model.") for name in weights)
-    if (vision, strategy) == ("siglip", "full"):
-        long_prefix = "vision_tower.vision_model."
-        legacy_weights = {}
-        for name, weight in weights.items():
-            if long_prefix not in name:
-                name = name.replace("vision_tower.", long_prefix, 1)
-            legacy_weights[name] = weight
-        save_file(legacy_weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    """A picture has four patches. CLIP has a class token before them."""
+    folder = tmp_path / "llava"
+    llava = save_llava(folder, composed(vision=vision, text="vicuna"), strategy)
+    if old_names:
+        rename_as_in_old_checkpoints(folder)
 
-    for projector_norm, ratio in (("none", 1.0), ("gwc", 2.0)):
-        model, converted_processor = convert_llava(str(tmp_path), projector_norm, norm_target_ratio=ratio)
-        assert model.config.llava_name_or_path == str(tmp_path)  # the model card names it
+    ratio = 1.0 if projector_norm == "none" else 2.0
+    model, processor = convert_llava(str(folder), projector_norm, norm_target_ratio=ratio)
+    model.eval()
+    assert model.config.llava_name_or_path == str(folder)  # the model card names the Llava
 
-        # All weights are kept, and only the norm's are added.
-        new_weights = model.eval().state_dict()
-        for name, weight in llava.state_dict().items():
-            assert torch.equal(new_weights.pop(name), weight), name
-        inputs = converted_processor(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
-        if projector_norm == "none":
-            assert set(new_weights) == set()
-            assert model.config.projector_norm_target is None
-            with torch.no_grad():
-                assert torch.equal(model(**inputs).logits, llava(**inputs).logits)
-        else:
-            prefix = "model.multi_modal_projector.norm."
-            assert set(new_weights) == {f"{prefix}weight", f"{prefix}bias"}
-            text_norm = interface_norms(model, converted_processor)["text"]
-            assert model.config.projector_norm_target == pytest.approx(2 * text_norm)
+    # All weights are kept, and only the norm's are added.
+    added_weights = model.state_dict()
+    for name, weight in llava.state_dict().items():
+        assert torch.equal(added_weights.pop(name), weight), name
+    inputs = processor(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
+    if projector_norm == "none":
+        assert added_weights.keys() == set()
+        assert model.config.projector_norm_target is None
+        with torch.no_grad():
+            assert torch.equal(model(**inputs).logits, llava(**inputs).logits)
+    else:
+        assert added_weights.keys() == {
+            "model.multi_modal_projector.norm.weight",
+            "model.multi_modal_projector.norm.bias",
+        }
+        text_norm = interface_norms(model, processor)["text"]
+        assert model.config.projector_norm_target == pytest.approx(ratio * text_norm)
 
-        assert (inputs["input_ids"] == model.config.image_token_id).sum() == num_image_tokens
-        assert model.config.image_seq_length == num_image_tokens
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == num_image_tokens
+    assert model.config.image_seq_length == num_image_tokens
 
-        model.save_pretrained(tmp_path / projector_norm)
-        loaded = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / projector_norm).state_dict()
-        for name, weight in model.state_dict().items():
-            assert torch.equal(loaded[name], weight), name
+    model.save_pretrained(tmp_path / "converted")
+    loaded_weights = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "converted").state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded_weights[name], weight), name
 
 
 def test_a_model_type_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:
@@ -393,17 +486,23 @@ def test_a_model_type_that_transformers_does_not_know_is_named(tmp_path: Path) -
         load_text_model(str(tmp_path))
 
 
-def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_vision_encoder_is_no_language_model(backbones: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="no language model with a decoder alone"):
         load_text_model(str(backbones("siglip2")))
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
-    Siglip2VisionModel(Siglip2VisionConfig(**sizes, patch_size=14)).save_pretrained(tmp_path / "naflex")
+
+
+OTHER_ENCODERS = {
+    "for pictures of any size": Siglip2VisionConfig(**VISION_SIZES, patch_size=14),
     # A convolutional encoder's config has an image size, but no hidden size.
-    convolutional = ConvNextConfig(image_size=28, num_stages=2, hidden_sizes=[8, 16], depths=[1, 1])
-    ConvNextModel(convolutional).save_pretrained(tmp_path / "convolutional")
-    for encoder in ("naflex", "convolutional"):
-        with pytest.raises(UserError, match=r"no vision encoder for pictures of one fixed size.*NaFlex"):
-            load_vision_model(str(tmp_path / encoder), torch.float32)
+    "convolutional": ConvNextConfig(image_size=28, num_stages=2, hidden_sizes=[8, 16], depths=[1, 1]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_ENCODERS)
+def test_an_encoder_without_patches_of_one_fixed_picture_size_is_refused(tmp_path: Path, kind: str) -> None:
+    AutoModel.from_config(OTHER_ENCODERS[kind]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no vision encoder for pictures of one fixed size.*NaFlex"):
+        load_vision_model(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -417,54 +516,62 @@ def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path)
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_language_models_that_would_give_other_answers_are_refused(
-    config: PreTrainedConfig, message: str, backbones: Callable[[str], Path], tmp_path: Path
+    config: PreTrainedConfig, message: str, parts: tuple[str, str], tmp_path: Path
 ) -> None:
+    vision, text = parts
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(text).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"(?s){message}"):
-        compose(str(backbones("siglip")), str(tmp_path))
+        compose(vision, str(tmp_path))
 
 
-def test_buffers_without_weights_are_filled_on_loading(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    """Falcon-H1 has such a buffer. A model that was loaded without filling it would compute with random memory."""
-    AutoModelForCausalLM.from_config(FalconH1Config(**FALCON)).save_pretrained(tmp_path / "text")
-    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path / "text")
-    model, _ = compose(str(backbones("siglip")), str(tmp_path / "text"))
-    model.save_pretrained(tmp_path / "composed")
-    again = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "composed").eval()
-    input_ids = torch.arange(10)[None]
+def test_buffers_that_checkpoints_lack_are_filled_on_loading(parts: tuple[str, str], tmp_path: Path) -> None:
+    """Falcon-H1 has such a buffer. If loading left it unfilled, the model would compute with random memory."""
+    vision, text = parts
+    config = FalconH1Config(
+        **TEXT_SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, eos_token_id=256
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "text")
+    AutoTokenizer.from_pretrained(text).save_pretrained(tmp_path / "text")
+    model, _ = compose(vision, str(tmp_path / "text"))
+    model.eval().save_pretrained(tmp_path / "composed")
+    loaded = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "composed").eval()
+    input_ids = torch.arange(10)[None]  # [1, 10]
     with torch.no_grad():
-        assert torch.equal(again(input_ids).logits, model.eval()(input_ids).logits)
+        assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
 
 
 def test_only_a_llava_checkpoint_is_converted(composed: Callable[..., Path]) -> None:
-    # A NormLlava is refused, since converting would replace its norm, and with it a trained gain.
+    # Converting a NormLlava would replace its norm layer, and with it a trained gain.
     with pytest.raises(ValueError, match="has model_type 'normllava', a Llava is needed"):
         convert_llava(str(composed()))
 
 
 def test_an_encoder_with_register_tokens_is_refused(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    """It gives four tokens more than patches and its class token, and Llava can leave out only one."""
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
-    encoder = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**sizes, image_size=28, patch_size=14))
+    """Its output has a class token and four registers before the patches, and Llava can leave out only one token."""
+    config = Dinov2WithRegistersConfig(**VISION_SIZES, image_size=28, patch_size=14)
+    encoder = Dinov2WithRegistersModel(config)
     encoder.save_pretrained(tmp_path)
     AutoImageProcessor.from_pretrained(backbones("dinov2")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="should be 4 tokens, but the processor writes 8 and counts 8"):
         compose(str(tmp_path), str(backbones("qwen2")), vision_feature_layer=-1)
 
 
-def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    parts = ["--vision_model", backbones("siglip"), "--text_model", backbones("qwen2")]
+def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "black.png")
-    caption = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "black"}]
-    (tmp_path / "captions.json").write_text(json.dumps([{"image": "black.png", "conversations": caption}]))
-    script = Path(__file__).parents[2] / "training" / "compose.py"
-    command = [sys.executable, script, *parts]
-    command += ["--captions", tmp_path / "captions.json", "--output_dir", tmp_path / "out"]
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "black"}]
+    captions = tmp_path / "captions.json"
+    captions.write_text(json.dumps([{"image": "black.png", "conversations": turns}]))
+
+    vision, text = parts
+    command = [sys.executable, str(ROOT / "training" / "compose.py")]
+    command += [f"--vision_model={vision}", f"--text_model={text}", f"--output_dir={tmp_path / 'out'}"]
     command += ["--projector_norm=layernorm", "--norm_target_ratio=3", "--vision_feature_layer=-1"]
+    command += [f"--captions={captions}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "text embeddings (T)" in result.stderr
+
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     text_norm = interface_norms(model, processor)["text"]
@@ -477,7 +584,7 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--output_dir {not_empty}", "is not empty"),
+        ("--output_dir {full_folder}", "is not empty"),
         ("--output_dir out", "give either --vision_model and --text_model, or only --llava_model"),
         ("--output_dir out --vision_model x", "give either --vision_model and --text_model, or only --llava_model"),
         ("--output_dir out --text_model x --llava_model y", "give either --vision_model and --text_model, or only"),
@@ -490,6 +597,7 @@ def test_options_that_do_not_go_together(
     options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
+    arguments = options.format(full_folder=tmp_path).split()
     with pytest.raises(SystemExit):
-        main(options.format(not_empty=tmp_path).split())
+        main(arguments)
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The output of a run on the terminal."""
+"""What a run prints on the terminal: a table of its progress, and one line after Ctrl-C."""
 
 import os
 import re
@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
-from script_runs import FAST, INSTRUCT, ROOT, read_metrics, run
+from script_runs import FAST, INSTRUCT, ROOT, dump_recipe, read_steps, run
 
 
 def test_the_console_shows_a_table(
@@ -24,38 +23,45 @@ def test_the_console_shows_a_table(
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data)}
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
+
+    # The run has 8 steps. The table has a line for every second step, which begins with " 2/8 ".
     table = [line.split() for line in printed.err.splitlines() if re.match(r" +\d/8 ", line)]
-    steps = [cells[0] for cells in table]
-    assert steps == ["2/8", "4/8", "6/8", "8/8"]
-    logs = [line for line in read_metrics(tmp_path / "out") if "loss" in line]
-    for cells, log in zip(table, logs, strict=True):
-        assert cells[1] == f"{log['loss']:.4f}"
-        assert cells[3] == f"{log['norm/ratio']:.3f}"
-    time_left = table[-1][-1]
-    assert time_left == "0:00:00"
-    assert "grad_norm/" not in printed.err + printed.out
+    assert [cells[0] for cells in table] == ["2/8", "4/8", "6/8", "8/8"]
+    steps = read_steps(tmp_path / "out")
+    for cells, step in zip(table, steps, strict=True):
+        assert cells[1] == f"{step['loss']:.4f}"
+        assert cells[3] == f"{step['norm/ratio']:.3f}"
+    assert table[-1][-1] == "0:00:00"  # the time left, in the last column
+    # The table doesn't show the gradient's norm in each module, which the run logs.
+    assert "grad_norm/" not in printed.err
+    assert "grad_norm/" not in printed.out
 
 
-def test_ctrl_c_ends_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    # One epoch that lasts longer than the test. At the end of an epoch its workers end, too, and Ctrl-C, which goes to
-    # the whole process group, could reach them just then.
+def test_ctrl_c_ends_a_run_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    # The run has one epoch, of 99 times the 30 rows, so that the epoch lasts longer than the test. The data loader's
+    # workers end with an epoch, and would print a traceback if Ctrl-C, which goes to them too, came at that moment.
     fields = {**FAST, **INSTRUCT, "model_name_or_path": str(composed()), "disable_tqdm": True, "save_steps": 3}
     fields |= {"datasets": [{"path": str(data), "weight": 99}], "num_train_epochs": 1, "dataloader_num_workers": 2}
     fields["output_dir"] = str(tmp_path / "out")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(**fields))
     process = subprocess.Popen(
-        [sys.executable, "training/sft.py", "--config", str(tmp_path / "recipe.yaml")], cwd=ROOT, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
+        [sys.executable, "training/sft.py", "--config", str(recipe)],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # a process group of its own, so that Ctrl-C doesn't end the tests
+    )
+
+    deadline = time.monotonic() + 120  # seconds
     while not (tmp_path / "out" / "checkpoint-6").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-
     os.killpg(process.pid, signal.SIGINT)
+
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in printed
-    last = printed.splitlines()[-1]
-    assert re.fullmatch(
-        r"Stopped. Resume with the same command and --resume_from_checkpoint true, from checkpoint-\d+.", last
-    )
+    last_line = printed.splitlines()[-1]
+    message = r"Stopped\. Resume with the same command and --resume_from_checkpoint true, from checkpoint-\d+\."
+    assert re.fullmatch(message, last_line)

@@ -1,4 +1,4 @@
-"""Several processes, with DDP and FSDP2, train as one process does, and save and resume what it would."""
+"""Runs of several processes, with DDP or FSDP2: they train, save and resume as a run of one process does."""
 
 import json
 import shutil
@@ -13,15 +13,37 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from script_runs import FAST, INSTRUCT, PACKED, ROOT, changed_weights, dump_recipe, read_metrics, weights
+from script_runs import (
+    FAST,
+    INSTRUCT,
+    PACKED,
+    ROOT,
+    changed_weights,
+    dump_recipe,
+    load_weights,
+    read_metrics,
+    read_steps,
+)
 
 
+# The script that trains with FSDP2 on CPUs, instead of training/sft.py.
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
+# Arguments of `launch` for two processes with DDP on the CPU.
 TWO_PROCESSES = ("--config_file", "training/accelerate/cpu_ddp.yaml")
 
 
 def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fields: Any) -> str:
-    """Run a script by accelerate with these arguments and recipe fields; returns what it prints to stderr."""
+    """Run a script by `accelerate launch`.
+
+    Args:
+        folder: The folder to write the recipe into.
+        arguments: Arguments of accelerate.
+        script: The script.
+        fields: The recipe's fields, beside those of FAST.
+
+    Returns:
+        What the script prints to stderr.
+    """
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**{**FAST, "logging_steps": 1, **fields}))
     launcher = ["-m", "accelerate.commands.launch", "--main_process_port=0"]  # 0 takes any free port
@@ -31,31 +53,35 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
     return result.stderr
 
 
-def on_cpu(name: str, folder: Path, mixed_precision: str = "no") -> tuple[str, str]:
-    """Arguments of `launch` for two processes on the CPU with the configuration training/accelerate/`name`.yaml."""
+def two_processes_on_cpu(name: str, folder: Path, mixed_precision: str = "no") -> tuple[str, str]:
+    """Arguments of `launch` for two processes on the CPU.
+
+    accelerate's configuration is training/accelerate/`name`.yaml except for these settings, and is written into
+    `folder`.
+    """
     config = yaml.safe_load((ROOT / "training" / "accelerate" / f"{name}.yaml").read_text())
-    path = folder / f"{name}.yaml"
     config |= {"num_processes": 2, "mixed_precision": mixed_precision, "use_cpu": True}
+    path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     return "--config_file", str(path)
 
 
 def assert_same_weights(folder: Path, expected_folder: Path, start: Path) -> None:
-    """Check that the weights of two folders differ by less than a hundredth of how far training has moved them."""
-    got = weights(folder)
-    expected = weights(expected_folder)
-    before = weights(start)
-    assert got.keys() == before.keys()
-    for name, weight in got.items():
-        # The gradient of a key's bias is only rounding, which Adam scales up.
-        if not name.endswith("k_proj.bias"):
-            distance = (expected[name] - before[name]).norm()
-            assert (weight - expected[name]).norm() <= 0.01 * distance + 1e-6, name
+    """Check that two runs have moved their weights in the same way from those in `start`.
 
-
-def logged_steps(folder: Path) -> list[dict[str, float]]:
-    """The log's lines of training steps, without those of evaluations and of the whole run."""
-    return [line for line in read_metrics(folder) if "loss" in line]
+    The weights may differ by a hundredth of how far they have moved.
+    """
+    weights = load_weights(folder)
+    expected_weights = load_weights(expected_folder)
+    weights_before = load_weights(start)
+    assert weights.keys() == weights_before.keys()
+    for name, weight in weights.items():
+        # The gradient of a key's bias is only rounding, because the softmax cancels it, and Adam scales rounding up.
+        if name.endswith("k_proj.bias"):
+            continue
+        distance_moved = (expected_weights[name] - weights_before[name]).norm()
+        difference = (weight - expected_weights[name]).norm()
+        assert difference <= 0.01 * distance_moved + 1e-6, name
 
 
 def assert_same_log(folder: Path, expected_folder: Path, num_steps: int) -> None:
@@ -63,9 +89,11 @@ def assert_same_log(folder: Path, expected_folder: Path, num_steps: int) -> None
 
     The lines of steps and of evaluations are compared, but not the last line, which is about the whole run.
     """
-    assert len(logged_steps(folder)) == num_steps
+    assert len(read_steps(folder)) == num_steps
     names_to_compare = {"loss", "eval/loss", "eval/loss_blank", "num_tokens", "learning_rate"}
-    for line, expected in zip(read_metrics(folder)[:-1], read_metrics(expected_folder)[:-1], strict=True):
+    lines = read_metrics(folder)[:-1]
+    expected_lines = read_metrics(expected_folder)[:-1]
+    for line, expected in zip(lines, expected_lines, strict=True):
         for name in expected:
             if "norm" in name or name in names_to_compare:
                 assert line[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-7), name
@@ -81,10 +109,11 @@ def test_two_processes_train_as_one_and_one_can_resume_their_run(
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     printed = launch(tmp_path, *TWO_PROCESSES, **fields, output_dir=str(two))
     assert "2 processes x" in printed
-    assert_same_log(two, one, num_steps=3)
+    assert_same_log(two, one, num_steps=3)  # 30 rows in global batches of 10
     assert_same_weights(two, one, start=composed())
 
-    resumed = tmp_path / "resumed by one"
+    # One process resumes the run of two.
+    resumed = tmp_path / "resumed"
     shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
     fields |= {"resume_from_checkpoint": True, "resume_changed": True}
     launch(tmp_path, "--cpu", **fields, output_dir=str(resumed))
@@ -97,8 +126,8 @@ def test_two_processes_train_as_one_and_one_can_resume_their_run(
 def test_losses_are_those_of_one_process(
     composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    # An epoch of 25 rows has three steps of 8 rows and a last step of a single row, in which all processes but one get
-    # an empty batch.
+    # An epoch of 25 rows has three steps of 8 rows, and a last step of one row, for which all processes but one get an
+    # empty batch.
     rows = json.loads(data.read_text())[:25]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "image_folder": str(data.parent)}
@@ -109,12 +138,13 @@ def test_losses_are_those_of_one_process(
         if not packing:
             fields["per_device_train_batch_size"] = 8 // num_processes
         launch(tmp_path, *arguments, **fields, output_dir=str(out))
-        return logged_steps(out)
+        return read_steps(out)
 
     expected_steps = train(1, "--cpu")
-    assert len(expected_steps) == 8
+    assert len(expected_steps) == 8  # four in each epoch
     for num_processes in (2, 4):
-        steps = train(num_processes, *TWO_PROCESSES, "--num_processes", str(num_processes))
+        arguments = (*TWO_PROCESSES, "--num_processes", str(num_processes))  # the last one wins
+        steps = train(num_processes, *arguments)
         for step, expected in zip(steps, expected_steps, strict=True):
             assert step["num_tokens"] == expected["num_tokens"]
             assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -123,16 +153,20 @@ def test_losses_are_those_of_one_process(
 
 
 def write_shards(data: Path, folder: Path) -> set[str]:
-    """Write three shards of rows into `folder`, each with two bad rows; returns how the bad rows are named."""
+    """Write three shards of rows into `folder`, each with two bad rows.
+
+    Returns:
+        The sources of the bad rows, as a run lists them.
+    """
     rows = json.loads(data.read_text())
+    question = {"from": "human", "value": "Say."}
+    without_answer = {"conversations": [question]}
+    without_picture = {"image": "gone.png", "conversations": rows[5]["conversations"]}
     folder.mkdir()
     bad_rows: set[str] = set()
-    for shard, (start, stop) in enumerate(((0, 9), (9, 16), (16, 22))):
-        shard_rows = rows[start:stop]
-        without_answer = {"conversations": shard_rows[0]["conversations"][:1]}
-        without_picture = {"image": "gone.png", "conversations": rows[5]["conversations"]}
-        shard_rows.insert(shard, without_answer)
-        shard_rows.append(without_picture)
+    for shard, good_rows in enumerate((rows[0:9], rows[9:16], rows[16:22])):
+        # One bad row is near the start of the shard, at a position that differs from shard to shard, and one at the end.
+        shard_rows = [*good_rows[:shard], without_answer, *good_rows[shard:], without_picture]
         last = len(shard_rows) - 1
         bad_rows |= {f"{folder}, row {shard}.{shard}", f"{folder}, row {shard}.{last}"}
 
@@ -147,17 +181,18 @@ def write_shards(data: Path, folder: Path) -> set[str]:
 
 
 def listed_bad_rows(folder: Path) -> set[str]:
+    """The sources of the bad rows that a run has listed."""
     lines = (folder / "bad_rows.jsonl").read_text().splitlines()
     return {json.loads(line)["source"] for line in lines}
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_processes_share_a_stream_with_bad_rows_and_resume_in_it(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, workers: int
+    composed: Callable[..., Path], data: Path, tmp_path: Path, num_workers: int
 ) -> None:
     bad_rows = write_shards(data, tmp_path / "shards")
     fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "shards")}
-    fields |= {"image_folder": str(data.parent), "dataset_streaming": True, "dataloader_num_workers": workers}
+    fields |= {"image_folder": str(data.parent), "dataset_streaming": True, "dataloader_num_workers": num_workers}
     fields |= {"bad_rows": "skip", "max_steps": 12, "save_steps": 5}
     uninterrupted = tmp_path / "uninterrupted"
     launch(tmp_path, *TWO_PROCESSES, **fields, output_dir=str(uninterrupted))
@@ -167,9 +202,9 @@ def test_two_processes_share_a_stream_with_bad_rows_and_resume_in_it(
     shutil.copytree(uninterrupted / "checkpoint-5", resumed / "checkpoint-5")
     launch(tmp_path, *TWO_PROCESSES, **fields, output_dir=str(resumed), resume_from_checkpoint=True)
     assert changed_weights(uninterrupted, resumed) == set()
-    expected_losses = [step["loss"] for step in logged_steps(uninterrupted)]
-    losses = [step["loss"] for step in logged_steps(resumed)]
-    assert losses[-7:] == expected_losses[5:]
+    expected_losses = [step["loss"] for step in read_steps(uninterrupted)]
+    losses = [step["loss"] for step in read_steps(resumed)]
+    assert losses[-7:] == expected_losses[-7:]  # those of steps 6 to 12, after the checkpoint
 
 
 PADDED_AND_EVALUATED = {
@@ -178,32 +213,35 @@ PADDED_AND_EVALUATED = {
 
 
 @pytest.mark.parametrize(
-    ("text", "fields"),
-    [("qwen2", PACKED), pytest.param("gemma3", PADDED_AND_EVALUATED, marks=pytest.mark.slow)],  # Gemma's head is tied
-    ids=["packed", "padded"],
+    ("text", "kind_fields"),
+    [
+        pytest.param("qwen2", PACKED, id="packed"),
+        # Gemma's head is its embeddings.
+        pytest.param("gemma3", PADDED_AND_EVALUATED, marks=pytest.mark.slow, id="padded and evaluated, tied head"),
+    ],
 )
 def test_sharded_training_is_that_of_one_process(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, text: str, fields: dict[str, Any]
+    composed: Callable[..., Path], data: Path, tmp_path: Path, text: str, kind_fields: dict[str, Any]
 ) -> None:
-    fields = {**INSTRUCT, **fields, "model_name_or_path": str(composed(text=text)), "dataset_name": str(data)}
+    fields = {**INSTRUCT, **kind_fields, "model_name_or_path": str(composed(text=text)), "dataset_name": str(data)}
     fields |= {"global_batch_size": 10, "save_steps": 2}
     if "eval_strategy" in fields:
         fields["eval_dataset_name"] = str(data)
     one = tmp_path / "one"
     sharded = tmp_path / "sharded"
-    fsdp2 = on_cpu("fsdp2", tmp_path)
+    fsdp2 = two_processes_on_cpu("fsdp2", tmp_path)
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(sharded))
     assert_same_log(sharded, one, num_steps=3)
     assert_same_weights(sharded, one, start=composed(text=text))
 
-    # Both save the same files, but only one process alone saves training_args.bin.
-    files = {path.name for path in one.iterdir()} - {"training_args.bin"}
-    assert {path.name for path in sharded.iterdir()} == files
+    # Both runs save the same files, except that the sharded one saves no training_args.bin.
+    file_names = {path.name for path in one.iterdir()} - {"training_args.bin"}
+    assert {path.name for path in sharded.iterdir()} == file_names
     for name in ("config.json", "generation_config.json", "modeling_normllava.py"):
         assert (sharded / name).read_text() == (one / name).read_text()
 
-    # Step 2 is in the middle of the run. Step 3 is its last, after which only the final model is left to save.
+    # After step 3, the last one, only the final model is left to save.
     for step in (2, 3):
         resumed = tmp_path / f"resumed at {step}"
         shutil.copytree(sharded / f"checkpoint-{step}", resumed / f"checkpoint-{step}")
@@ -217,16 +255,17 @@ def test_sharding_in_bfloat16_does_not_round_the_loss(
 ) -> None:
     fields = {**INSTRUCT, **PACKED, "bf16": True, "global_batch_size": 10, "max_steps": 1}
     fields |= {"model_name_or_path": str(composed()), "dataset_name": str(data)}
-    fsdp2 = on_cpu("fsdp2", tmp_path, "bf16")
+    fsdp2 = two_processes_on_cpu("fsdp2", tmp_path, mixed_precision="bf16")
     launch(tmp_path, "--cpu", **fields, output_dir=str(tmp_path / "one"))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(tmp_path / "sharded"))
     expected_loss = read_metrics(tmp_path / "one")[0]["loss"]
     loss = read_metrics(tmp_path / "sharded")[0]["loss"]
-    assert loss == pytest.approx(expected_loss, rel=1e-4)  # bfloat16 would round it to 4e-3
+    assert loss == pytest.approx(expected_loss, rel=1e-4)  # in bfloat16 the loss would be rounded by up to 0.4%
 
 
+# Recipe fields of compiled runs, by the name of accelerate's configuration.
 COMPILED: dict[str, dict[str, Any]] = {
-    # On a CPU, packed rows run with attention "varlen" by default, with which a checkpointed layer isn't compiled.
+    # sdpa, because with "varlen", the default for packed rows, a checkpointed layer isn't compiled on a CPU.
     "fsdp2": {**INSTRUCT, **PACKED, "attn_implementation": "sdpa", "gradient_checkpointing": True},
     "cpu_ddp": {"stage": "adapt", "lora_r": 4, "per_device_train_batch_size": 5, "gradient_checkpointing": True},
 }
@@ -234,18 +273,18 @@ COMPILED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("launcher", COMPILED)
+@pytest.mark.parametrize("config_name", COMPILED)
 def test_two_processes_with_compiled_layers_train_as_one_without(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, launcher: str
+    composed: Callable[..., Path], data: Path, tmp_path: Path, config_name: str
 ) -> None:
-    fields = {**COMPILED[launcher], "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields = {**COMPILED[config_name], "model_name_or_path": str(composed()), "dataset_name": str(data)}
     fields["global_batch_size"] = 10
     one = tmp_path / "one"
     two = tmp_path / "two"
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     fields |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    script = FSDP_ON_CPU if launcher == "fsdp2" else "training/sft.py"
-    launch(tmp_path, *on_cpu(launcher, tmp_path), script=script, **fields, output_dir=str(two))
+    script = FSDP_ON_CPU if config_name == "fsdp2" else "training/sft.py"
+    launch(tmp_path, *two_processes_on_cpu(config_name, tmp_path), script=script, **fields, output_dir=str(two))
     assert_same_log(two, one, num_steps=3)
-    if launcher == "fsdp2":  # the other run saves an adapter, no whole model
+    if config_name == "fsdp2":  # the other run saves an adapter, no whole model
         assert_same_weights(two, one, start=composed())

@@ -18,7 +18,7 @@ from modeling_normllava import (  # noqa: E402
     NormLlavaForConditionalGeneration,
     NormLlavaKeyAdapterForConditionalGeneration,
 )
-from script_runs import PACKED, collate, read_metrics, run  # noqa: E402
+from script_runs import PACKED, collate, read_steps, run  # noqa: E402
 from training.adapters import add_adapters  # noqa: E402
 from training.add_key_adapters import add_key_adapters  # noqa: E402
 from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
@@ -294,8 +294,8 @@ def test_accumulation_and_processes_change_nothing(
     else:
         launch(tmp_path, *TWO_PROCESSES, **fields)
 
-    expected_steps = [line for line in read_metrics(one_pass) if "loss" in line]
-    steps = [line for line in read_metrics(two_passes) if "loss" in line]
+    expected_steps = read_steps(one_pass)
+    steps = read_steps(two_passes)
     for step, expected in zip(steps, expected_steps, strict=True):
         for name in expected:
             if name.startswith(("loss", "grad_norm", "key_")):
@@ -317,7 +317,7 @@ def test_a_run_moves_keys_reloads_and_merges(
     fields |= {"num_train_epochs": 4, "key_mmd_weight": 2.0, "key_gram_weight": 0.1, "logging_steps": 4}
     fields["gradient_checkpointing"] = bool(packing)
     run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
-    steps = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
+    steps = read_steps(tmp_path / "adapter")
     assert steps[-1]["key_mmd"] < 0.5 * steps[0]["key_mmd"]
     assert steps[-1]["key_gram"] > 0
 

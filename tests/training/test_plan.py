@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from script_runs import FAST, INSTRUCT, run, weights
+from script_runs import FAST, INSTRUCT, load_weights, run
 from training.command_line import parse_arguments
 from training.loading import prepare_model
 from training.plan import Batch, StepPlan, main, plan_step
@@ -99,7 +99,7 @@ LORA_RANK = 4
 
 def count_trained(checkpoint: Path, stage: str) -> tuple[int, int]:
     """How many parameters of the tests' model a stage trains, and how many tensors hold them."""
-    sizes = {name: tensor.numel() for name, tensor in weights(checkpoint).items()}
+    sizes = {name: tensor.numel() for name, tensor in load_weights(checkpoint).items()}
     if stage == "instruct":
         # Of the vision encoder's three layers Llava reads the second one's output, so what follows is not trained.
         unread = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "vision_tower.head.")
@@ -120,7 +120,7 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     batch = Batch(SAMPLES, tokens=150, supervised=20, is_packed=False)
     plan = plan_fields(fields, batch)
     num_trained, num_trained_tensors = count_trained(composed(), stage)
-    num_all = sum(tensor.numel() for tensor in weights(composed()).values())
+    num_all = sum(tensor.numel() for tensor in load_weights(composed()).values())
     if stage == "adapt":
         # PEFT adds the adapters, and trains a copy of the projector, whose original stays.
         num_all += num_trained

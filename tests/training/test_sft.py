@@ -23,9 +23,10 @@ from script_runs import (
     changed_weights,
     collate,
     dump_recipe,
+    load_weights,
     read_metrics,
+    read_steps,
     run,
-    weights,
 )
 from training.run import Run, describe_environment
 
@@ -47,7 +48,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
         assert "1 processes x 2 rows x 2 accumulation steps = global batch 4" in result.stderr
 
     # Stage 1 trains the projector, and stage 2 all that Llava reads.
-    names = set(weights(stage1))
+    names = set(load_weights(stage1))
     projector = {name for name in names if name.startswith("model.multi_modal_projector.")}
     assert changed_weights(composed(), stage1) == projector
     # Of the vision encoder's three layers Llava reads the second one's output, so what follows is not trained.
@@ -101,8 +102,8 @@ def test_each_module_moves_at_its_own_rate(
     assert line["learning_rate/multi_modal_projector.norm"] == 5e-4
     assert line["learning_rate/multi_modal_projector"] == 1e-4
 
-    before = weights(composed())
-    after = weights(tmp_path / "out")
+    before = load_weights(composed())
+    after = load_weights(tmp_path / "out")
     for name, rate in (
         ("model.vision_tower.embeddings.patch_embedding.weight", 2e-4),
         ("model.multi_modal_projector.linear_1.weight", 1e-4),
@@ -124,8 +125,8 @@ def test_clipping_by_module_leaves_the_small_gradients_whole(
     run(tmp_path, **fields, output_dir=str(out), clip_by_module=by_module, max_grad_norm=limit)
 
     line = read_metrics(out)[0]
-    before = weights(composed())
-    after = weights(out)
+    before = load_weights(composed())
+    after = load_weights(out)
     parts = {"multi_modal_projector.norm": NORM, "language_model": "model.language_model", "lm_head": "lm_head"}
     for part, prefix in parts.items():
         names = [name for name in before if name.startswith(f"{prefix}.")]
@@ -149,7 +150,7 @@ def test_gradient_accumulation_is_exact_and_no_telemetry_is_sent(
 
     losses = {}
     for size in (1, 4):
-        losses[size] = [line["loss"] for line in read_metrics(tmp_path / str(size)) if "loss" in line]
+        losses[size] = [step["loss"] for step in read_steps(tmp_path / str(size))]
     assert losses[1] == pytest.approx(losses[4], rel=1e-5)
     assert sent == []
 
@@ -171,8 +172,8 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
     run(tmp_path, **fields, output_dir=str(tmp_path / "padded"))
     run(tmp_path, **{**fields, **PACKED}, output_dir=str(tmp_path / "packed"))
 
-    padded = [line for line in read_metrics(tmp_path / "padded") if "loss" in line]
-    packed = [line for line in read_metrics(tmp_path / "packed") if "loss" in line]
+    padded = read_steps(tmp_path / "padded")
+    packed = read_steps(tmp_path / "packed")
     assert len(packed) == 3
     for line, expected in zip(packed, padded, strict=True):
         for name in ("loss", "norm/visual", "norm/text", "grad_norm", "grad_norm/multi_modal_projector", "num_tokens"):
@@ -206,12 +207,12 @@ def test_a_model_in_the_output_folder_is_never_replaced(
 ) -> None:
     folder = Path(shutil.copytree(composed(), tmp_path / "model"))
     fields = {**INSTRUCT, "model_name_or_path": str(folder), "dataset_name": str(data), "output_dir": str(folder)}
-    before = weights(folder)
+    before = load_weights(folder)
     for resume in (False, True):
         with pytest.raises(ValueError, match="choose another folder"):
             run(tmp_path, **fields, resume_from_checkpoint=resume)
 
-    for name, tensor in weights(folder).items():
+    for name, tensor in load_weights(folder).items():
         assert torch.equal(tensor, before[name]), name
 
 
@@ -235,8 +236,8 @@ def test_a_small_step_moves_every_value_in_bfloat16_training(
     fields |= {**stage, **PACKED, **ONE_STEP, "bf16": True, "learning_rate": 1e-5}
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
 
-    before = weights(composed())
-    after = weights(tmp_path / "out")
+    before = load_weights(composed())
+    after = load_weights(tmp_path / "out")
     trained = [f"{NORM}.weight", "model.multi_modal_projector.linear_2.weight"]
     if stage is INSTRUCT:
         trained += ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"]

@@ -1,4 +1,4 @@
-"""Publish a trained model, try what was published, and serve it.
+"""Publish a trained model on the Hub, verify what was published, and serve it.
 
 python -m hub_cards push <run folder> --repo_id me/Llama-NormLlava-3B --dry_run
 python -m hub_cards push <run folder> --repo_id me/Llama-NormLlava-3B --public
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import httpx  # the HTTP library that huggingface_hub uses
+from huggingface_hub.utils import httpx  # the HTTP library whose errors the Hub's client raises
 
 from common.console import command, parse
 from common.errors import UserError
@@ -28,12 +28,12 @@ from hub_cards.verify import verify_release
 
 logger = logging.getLogger(__name__)
 
-# Commands of earlier versions. `push` does their work now.
+# Commands that earlier versions had. `push` does their work now.
 FORMER_COMMANDS = ("build", "check")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m hub_cards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments and arguments[0] in FORMER_COMMANDS:
         raise UserError(f"{arguments[0]} is part of push now: python -m hub_cards push <run> --repo_id <id> --dry_run")
 
-    args = parse(build_parser(), argv)
+    args = parse(build_parser(), arguments)
     if args.command == "push":
         run_push(args)
     elif args.command == "verify":
@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_push(args: argparse.Namespace) -> None:
-    """Make sure that there is a release folder without faults, then push it. A dry run prints the changes instead."""
-    token = get_token()
-    if token is None and not args.dry_run:
+    """Push a run's release folder, which is built first if it is missing. A dry run only shows what would change."""
+    has_token = get_token() is not None
+    if not has_token and not args.dry_run:
         raise UserError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
 
     options = BuildOptions(
@@ -99,23 +99,34 @@ def run_push(args: argparse.Namespace) -> None:
         license=args.license,
         base_licence_file=args.base_licence_file,
     )
-    folder = args.output_dir or args.run / "release"
+    folder = args.output_dir
+    if folder is None:
+        folder = args.run / "release"
     build_or_take(args.run, folder, options)
     require_no_faults(folder)
 
-    if not args.dry_run:
-        with hub_errors("The push stopped; push again to go on from there, without options of the build"):
-            plan = push_release(folder, HfApi(), args.public)
-        logger.info("%s", plan)
-        logger.info("Published. Try it: python -m hub_cards verify %s --revision %s", plan.repo_id, plan.tag)
-        return
-
-    if token is None:
-        logger.info("There is no token, so the Hub was not asked what it holds.")
+    if args.dry_run:
+        show_changes(folder, has_token)
     else:
+        publish_folder(folder, args.public)
+
+
+def publish_folder(folder: Path, public: bool) -> None:
+    """Push a release folder, and log what was changed on the Hub."""
+    with hub_errors("The push stopped; push again to go on from there, without options of the build"):
+        plan = push_release(folder, HfApi(), public)
+    logger.info("%s", plan)
+    logger.info("Published. Try it: python -m hub_cards verify %s --revision %s", plan.repo_id, plan.tag)
+
+
+def show_changes(folder: Path, has_token: bool) -> None:
+    """Log what a push of a release folder would change on the Hub. Without a token, the Hub is not asked."""
+    if has_token:
         with hub_errors("The Hub can't be asked"):
             plan = plan_push(folder, HfApi())
         logger.info("%s", plan)
+    else:
+        logger.info("There is no token, so the Hub was not asked what it holds.")
     logger.info(
         "Dry run: nothing was pushed. Look at %s. To push it, give the same command without --dry_run and without "
         "options of the build.",
@@ -124,31 +135,36 @@ def run_push(args: argparse.Namespace) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> None:
-    """Verify a published release, and print what was found."""
+    """Verify a published release, and log what was found.
+
+    Raises:
+        UserError: if the release has problems. The message lists all of them.
+    """
     with hub_errors("The release can't be downloaded"):
         verdict = verify_release(args.repo_id, args.revision, args.stage)
 
     logger.info("%d files downloaded into an empty cache.", verdict.num_files)
     logger.info("The card's snippet printed: %s", verdict.printed)
     if verdict.problems:
-        raise UserError("\n".join([*verdict.problems, f"NOT verified: {args.repo_id}"]))
+        lines = [*verdict.problems, f"NOT verified: {args.repo_id}"]
+        raise UserError("\n".join(lines))
     logger.info("Verified: %s at %s", args.repo_id, args.revision)
 
 
 @contextmanager
-def hub_errors(what_stopped: str) -> Iterator[None]:
-    """Turn errors of the Hub's client into a `UserError`.
+def hub_errors(message: str) -> Iterator[None]:
+    """Turn errors of the Hub's client, in the body of a `with`, into a `UserError`.
 
     The client raises a `RuntimeError` if an upload fails, and an `HFValidationError` for a name that no repository can
     have.
 
     Args:
-        what_stopped: The beginning of the message.
+        message: The beginning of the `UserError`'s message. The client's own message follows.
     """
     try:
         yield
     except (httpx.HTTPError, ConnectionError, RuntimeError, HFValidationError) as error:
-        raise UserError(f"{what_stopped}: {error}") from error
+        raise UserError(f"{message}: {error}") from error
 
 
 if __name__ == "__main__":

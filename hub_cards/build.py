@@ -1,4 +1,7 @@
-"""Build a release folder from a trained run: the model, its class files, its card, and the files that serve it."""
+"""Build a release folder from a trained run: the model, its class files, its card, and the files that serve the model.
+
+The class files are the Python files that a release needs to load its model.
+"""
 
 import json
 import logging
@@ -21,29 +24,29 @@ from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
 from hub_cards.contents import (
     APACHE_TEXT,
-    CARD,
-    COPIED,
+    CARD_FILE,
+    COPIED_FILES,
+    OVERVIEW_PLOT,
     PIXELS_FILE,
-    PLOT,
-    SERVING,
-    SETTINGS,
-    SPACE,
+    SERVING_FILES,
+    SETTINGS_FILES,
+    SPACE_FOLDER,
     class_files,
     read_json,
 )
-from hub_cards.facts import Facts, collect_facts, hub_id, load_config
+from hub_cards.facts import Facts, collect_facts, is_hub_id, load_config
 from hub_cards.licences import APACHE, Licence, choose_licence
 from hub_cards.release import Release, read_release
 
 
 logger = logging.getLogger(__name__)
 
+# The fields of `BuildOptions` that have no effect on a release folder that exists already.
+BUILD_ONLY_OPTIONS = ("prose", "widget_data", "text_model", "vision_model", "license", "base_licence_file")
+
 # How many examples the card shows, and how long their answers may be.
 MAX_WIDGETS = 3
 MAX_WIDGET_TOKENS = 64
-
-# The fields of `BuildOptions` that have no effect on a release folder that is there already.
-BUILD_ONLY = ("prose", "widget_data", "text_model", "vision_model", "license", "base_licence_file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +60,8 @@ class BuildOptions:
         widget_data: Rows whose first pictures become examples on the card, with the model's answers.
         text_model: Hub id of the language model, if it was loaded from a folder.
         vision_model: Hub id of the vision encoder, if it was loaded from a folder.
-        license: Identifier of the model's licence, where the licence of a part is not known. The word is
-            spelled as in the Hub's metadata.
+        license: Identifier of the model's licence, where the licence of a part is not known. The field's name has
+            the spelling of the Hub's metadata.
         base_licence_file: File with the text of the model's licence, if the licence isn't Apache's.
     """
 
@@ -73,14 +76,13 @@ class BuildOptions:
 
 
 def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
-    """Make sure that there is a release folder of a run.
+    """Build the release folder of a run, or take the folder as it is if it exists already.
 
-    A folder that is there already is taken as it is: users look at it after a dry run and may edit it, and `push` then
-    pushes what they saw.
+    Users look at the folder after a dry run and may edit it. The push that follows takes the folder that they saw.
 
     Raises:
-        UserError: as [`build_release`]; or if the folder is there already and was built for another repository or tag
-            or from other weights, or if options of the build are given for it.
+        UserError: as [`build_release`] does. Also if the folder exists already, and was built for another repository
+            or tag or from other weights, or if `options` has options that would need a new build.
     """
     if not folder.exists() or not any(folder.iterdir()):
         build_release(run, folder, options)
@@ -95,7 +97,7 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
     if release.weights != weights_fingerprint(run):
         raise UserError(f"{folder} was built from other weights than {run} holds now. Delete it to build it again.")
 
-    given_options = [f"--{name}" for name in BUILD_ONLY if getattr(options, name) is not None]
+    given_options = [f"--{name}" for name in BUILD_ONLY_OPTIONS if getattr(options, name) is not None]
     if given_options:
         raise UserError(
             f"{', '.join(given_options)}: no effect on {folder}, which is there already. "
@@ -115,39 +117,52 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
         options: What to build.
 
     Raises:
-        UserError: if a fact or a file is missing, the licence doesn't allow the name, or the model has faults; the
-            message lists the faults.
+        UserError: if the repository or the tag can't have its name, if a file of the run is missing or can't be
+            used, if the licence is not clear or its text is missing, or if the model has faults. The message lists
+            all faults of the model.
     """
+    # All that can be wrong is checked before anything is written.
     check_names(run, options)
     facts = collect_facts(run, options.text_model, options.vision_model)
-    prose = read_prose(options.prose or find_prose(run), facts)
+    prose_file = options.prose
+    if prose_file is None:
+        prose_file = find_prose(run)
+    prose = read_prose(prose_file, facts)
+
     licence = choose_licence(facts.text_model, facts.vision_model, options.license)
     check_licensed_name(licence, options.repo_id)
     licence_text = read_licence_text(licence, options.base_licence_file)
+
     faults = find_model_faults(run, facts.weights)
     if faults:
         raise UserError("\n  ".join([f"The model in {run} can't be published:", *faults]))
 
-    # An earlier build that was interrupted may have left this folder.
-    partial = fresh_folder(folder.with_name(f"{folder.name}.partial"))
-    copy_checkpoint(run, partial, facts)
-    line_counts = copy_class_files(run, partial)
-    write_licence(partial, licence, licence_text)
-    for path in SERVING:
-        shutil.copy(path, partial)
-    if facts.diagnostics:
-        copy_picture(run / "diagnostics" / "figures" / Path(PLOT).name, partial / PLOT)
+    # `fresh_folder` deletes what a build that was interrupted may have left.
+    partial_folder = fresh_folder(folder.with_name(f"{folder.name}.partial"))
+    copy_checkpoint(run, partial_folder, facts)
+    line_counts = copy_class_files(run, partial_folder)
+    write_licence(partial_folder, licence, licence_text)
+    for path in SERVING_FILES:
+        shutil.copy(path, partial_folder)
+    if facts.diagnostics is not None:
+        plot = run / "diagnostics" / "figures" / "overview.png"
+        copy_picture(plot, partial_folder / OVERVIEW_PLOT)
+
+    release = Release(
+        repo_id=options.repo_id,
+        revision=options.revision,
+        weights=fingerprint(facts.weights.file_hashes),
+    )
+    release.write(partial_folder)
 
     widgets = []
     if options.widget_data is not None:
-        widgets = make_widgets(partial, options.widget_data)
-    release = Release(options.repo_id, options.revision, fingerprint(facts.weights.file_hashes))
-    release.write(partial)
+        widgets = make_widgets(partial_folder, options.widget_data)
     card = render_card(facts, licence, prose, release, widgets, line_counts)
-    (partial / CARD).write_text(card, encoding="utf-8")
+    (partial_folder / CARD_FILE).write_text(card, encoding="utf-8")
 
     build_space(folder.with_name(f"{folder.name}-space"))
-    partial.rename(folder)  # this replaces an empty folder
+    partial_folder.rename(folder)  # if there is an empty folder with this name, it is replaced
 
 
 def check_names(run: Path, options: BuildOptions) -> None:
@@ -155,13 +170,14 @@ def check_names(run: Path, options: BuildOptions) -> None:
     # Every release folder holds this file, whichever version built it, and no run does.
     if (run / "handler.py").exists():
         raise UserError(f"{run} is a release: give the run that it was built from, and its folder as --output_dir.")
-    if hub_id(options.repo_id) is None:
+    if not is_hub_id(options.repo_id):
         raise UserError(f"--repo_id {options.repo_id!r} is not owner/name.")
 
     tag = options.revision
     is_branch = tag in ("main", "master")
-    is_commit = re.fullmatch(r"[0-9a-f]{7,64}", tag) is not None
-    if is_branch or is_commit or not re.fullmatch(r"\w[\w.+-]*", tag):
+    is_commit = re.fullmatch(r"[0-9a-f]{7,64}", tag) is not None  # a hash, which may be shortened
+    has_valid_characters = re.fullmatch(r"\w[\w.+-]*", tag) is not None
+    if is_branch or is_commit or not has_valid_characters:
         raise UserError(f"--revision {tag!r} is not a tag that pins code. Give one such as v1.0.")
 
 
@@ -172,20 +188,22 @@ def find_prose(run: Path) -> Path:
         UserError: if the run records no recipe, or the file is missing.
     """
     advice = "Give the card's prose with --prose; training/recipes/*/card.yaml are examples."
-    record = run / "run.json"
-    recipe = read_json(record).get("recipe") if record.exists() else None
+    run_record = run / "run.json"
+    recipe = None
+    if run_record.exists():
+        recipe = read_json(run_record).get("recipe")
     if recipe is None:
-        raise UserError(f"{record} names no recipe. {advice}")
+        raise UserError(f"{run_record} names no recipe. {advice}")
 
-    prose = Path(recipe).with_name("card.yaml")
-    if not prose.exists():
-        raise UserError(f"{prose} is missing. {advice}")
-    return prose
+    prose_file = Path(recipe).with_name("card.yaml")
+    if not prose_file.exists():
+        raise UserError(f"{prose_file} is missing. {advice}")
+    return prose_file
 
 
 def check_licensed_name(licence: Licence, repo_id: str) -> None:
-    """Raises `UserError` if the licence asks for another repository name."""
-    name = repo_id.split("/")[1]
+    """Raises `UserError` if the licence asks for another name of the repository."""
+    _, name = repo_id.split("/")
     if not name.startswith(licence.name_prefix):
         raise UserError(f"The {licence.title} asks for another name than {name}: {licence.name_prefix}-{name}.")
 
@@ -206,11 +224,11 @@ def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
 def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
     """Copy the weights, the tokenizer and the settings. The settings lose the names of this machine's folders."""
     weight_files = list(facts.weights.file_hashes)
-    for name in [*weight_files, *COPIED]:
+    for name in [*weight_files, *COPIED_FILES]:
         if (run / name).exists():
             shutil.copy(run / name, folder)
 
-    for name in SETTINGS:
+    for name in SETTINGS_FILES:
         if (run / name).exists():
             settings = without_local_names(read_json(run / name))
             text = json.dumps(settings, indent=2, ensure_ascii=False)
@@ -218,25 +236,32 @@ def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
 
 
 def without_local_names(value: Any) -> Any:
-    """A JSON value without the `name_or_path` fields that hold a folder of this machine. Hub ids stay."""
+    """A copy of a JSON value without the names of this machine's folders.
+
+    Such a name is in a field whose key ends with `name_or_path`, such as `_name_or_path`, at any depth. If the field
+    holds a Hub id, it is kept.
+    """
     if isinstance(value, list):
         return [without_local_names(entry) for entry in value]
     if not isinstance(value, dict):
         return value
 
-    kept = {}
+    kept_fields = {}
     for key, entry in value.items():
-        is_local_name = key.endswith("name_or_path") and hub_id(str(entry)) is None
+        is_local_name = key.endswith("name_or_path") and not is_hub_id(str(entry))
         if not is_local_name:
-            kept[key] = without_local_names(entry)
-    return kept
+            kept_fields[key] = without_local_names(entry)
+    return kept_fields
 
 
 def copy_class_files(run: Path, folder: Path) -> dict[str, int]:
-    """Copy the class files of this version, with which the model was checked, and not those in the run's folder.
+    """Copy this version's class files into the release folder, and count their lines.
+
+    The class files in the run's folder may be another version's. They are not copied, since the model was not checked
+    with them.
 
     Returns:
-        The number of lines of each file, by its name.
+        The number of lines of each class file, by the file's name.
     """
     line_counts = {}
     for path in class_files(load_config(run)):
@@ -244,49 +269,49 @@ def copy_class_files(run: Path, folder: Path) -> dict[str, int]:
         text = path.read_text(encoding="utf-8")
         line_counts[path.name] = len(text.splitlines())
 
-        run_copy = run / path.name
-        if run_copy.exists() and run_copy.read_text(encoding="utf-8") != text:
-            logger.info("%s is another version's. The release gets this version's.", run_copy)
+        run_file = run / path.name
+        if run_file.exists() and run_file.read_text(encoding="utf-8") != text:
+            logger.info("%s is another version's. The release gets this version's.", run_file)
     return line_counts
 
 
 def write_licence(folder: Path, licence: Licence, text: str) -> None:
-    """Write `LICENSE`, and the other files that the licence asks for."""
+    """Write the licence's text into `LICENSE`, and the other files that the licences of model and code ask for."""
     (folder / "LICENSE").write_text(text, encoding="utf-8")
     if licence.notice is not None:
         (folder / "NOTICE").write_text(licence.notice, encoding="utf-8")
     if licence is not APACHE:
-        # The class files are under Apache's licence, whose section 4a requires a copy of it.
+        # The class files are under Apache's licence, whose section 4a asks for a copy of the licence.
         shutil.copy(APACHE_TEXT, folder)
 
 
 def make_widgets(folder: Path, data: Path) -> list[Widget]:
-    """Examples for the card: the data's first pictures and questions, with the model's greedy answers.
+    """Make the card's examples from the first rows of the data: a picture, a question and the model's greedy answer.
 
     The pictures are saved into the release folder. A row is skipped if it has no question, or not exactly one picture.
 
     Raises:
-        UserError: if no row is left.
+        UserError: if all rows are skipped.
     """
     # `hub_cards.facts` imports `modeling_normllava`, which registers the model's classes with transformers. So the
-    # code in the folder is not needed.
+    # folder's own class files are not needed here.
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     widgets: list[Widget] = []
     for row in load_rows(str(data)):
         question = read_question(row)
-        if not question or len(row_images(row)) != 1:
+        has_one_picture = len(row_images(row)) == 1
+        if not question or not has_one_picture:
             continue
 
         (picture,) = open_images(row)
         number = len(widgets) + 1
-        prompt = make_prompt(question, picture)
-        (reply,) = answer_prompts(model, processor, [prompt], f"Example {number}", MAX_WIDGET_TOKENS)
-        name = f"images/example{number}.png"
-        save_picture(picture, folder / name)
+        picture_name = f"images/example{number}.png"
+        save_picture(picture, folder / picture_name)
 
-        content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": question}]
-        widgets.append({"messages": [{"role": "user", "content": content}], "output": {"text": reply}})
+        prompt = make_prompt(question, picture)
+        (answer,) = answer_prompts(model, processor, [prompt], f"Example {number}", MAX_WIDGET_TOKENS)
+        widgets.append(make_widget(picture_name, question, answer))
         if len(widgets) == MAX_WIDGETS:
             break
 
@@ -296,11 +321,23 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
 
 
 def read_question(row: dict[str, Any]) -> str:
-    """The text of a row's first user turn, without the picture's mark; empty if the row has no user turn."""
-    for turn in row_turns(row) or []:
+    """The text of a row's first user turn, without the mark of the picture; empty if the row has no user turn."""
+    turns = row_turns(row)
+    if turns is None:  # the row has no turns at all
+        return ""
+    for turn in turns:
         if turn.get("from") == "human":
             return turn["value"].replace(IMAGE_MARK, "").strip()
     return ""
+
+
+def make_widget(picture_name: str, question: str, answer: str) -> Widget:
+    """An example in the form that the Hub reads from a card's metadata."""
+    content = [
+        {"type": "image_url", "image_url": {"url": picture_name}},
+        {"type": "text", "text": question},
+    ]
+    return {"messages": [{"role": "user", "content": content}], "output": {"text": answer}}
 
 
 def copy_picture(source: Path, path: Path) -> None:
@@ -320,6 +357,6 @@ def save_picture(picture: Image.Image, path: Path) -> None:
 
 
 def build_space(folder: Path) -> None:
-    """Write the Space's files into a folder. Other files in it stay as they are."""
-    shutil.copytree(SPACE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    """Write the Space's files into a folder. Other files in the folder stay as they are."""
+    shutil.copytree(SPACE_FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(PIXELS_FILE, folder)

@@ -1,6 +1,6 @@
-"""The model card: its metadata and figures come from [`Facts`], its prose from a recipe's `card.yaml`.
+"""The model card: its metadata and its numbers come from [`Facts`], its prose from a recipe's `card.yaml`.
 
-What the card says is decided here. The template `card.md.jinja` only prints it.
+What the card says is decided here. The template `card.md.jinja` only prints what it is given.
 """
 
 import json
@@ -20,11 +20,22 @@ from hub_cards.licences import Licence
 from hub_cards.release import Release
 
 
-NOT_RECORDED = "not recorded"
-NORMS = {"gwc": "a LayerNorm with gradient compensation (GWC)", "layernorm": "a LayerNorm", "none": "no norm"}
-DEFAULT_QUESTION = "What is in the picture?"
-# An example that the Hub shows beside the card: messages with a picture and a question, and the model's answer.
+# An example that the Hub shows beside the card. Its "messages" are one message with a picture and a question, and its
+# "output" is the model's answer.
 Widget = dict[str, Any]
+
+# What the card shows for a fact that no file holds.
+NOT_RECORDED = "not recorded"
+
+# The norm after the projector in words, by the config's `projector_norm`.
+NORM_DESCRIPTIONS = {
+    "gwc": "a LayerNorm with gradient compensation (GWC)",
+    "layernorm": "a LayerNorm",
+    "none": "no norm",
+}
+
+# The question that the card's snippet asks if the card has no examples.
+DEFAULT_QUESTION = "What is in the picture?"
 
 
 @dataclass(frozen=True)
@@ -65,9 +76,10 @@ def read_prose(path: Path, facts: Facts) -> Prose:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         prose = Prose(**content)
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        known = ", ".join(entry.name for entry in fields(Prose))
-        raise UserError(f"{path} is not a card's prose ({error}). Its fields are: {known}.") from error
+        known_fields = ", ".join(entry.name for entry in fields(Prose))
+        raise UserError(f"{path} is not a card's prose ({error}). Its fields are: {known_fields}.") from error
 
+    # Each value is a text or a list of texts.
     for name, value in content.items():
         texts = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts):
@@ -75,9 +87,9 @@ def read_prose(path: Path, facts: Facts) -> Prose:
                 f'{path}: {name} is {value!r}, not text. YAML reads an unquoted `no` as false: write "no".'
             )
 
-    for name, base_model in (("language_model", facts.text_model), ("vision_encoder", facts.vision_model)):
-        if name in content and base_model is not None:
-            raise UserError(f"{path}: {name} is {content[name]!r}, but it is {base_model}: take it out.")
+    for name, hub_id in (("language_model", facts.text_model), ("vision_encoder", facts.vision_model)):
+        if name in content and hub_id is not None:
+            raise UserError(f"{path}: {name} is {content[name]!r}, but it is {hub_id}: take {name} out.")
     return prose
 
 
@@ -97,14 +109,21 @@ def render_card(
         prose: The recipe's text.
         release: The repository and the tag that the card names.
         widgets: Examples with the model's answers.
-        line_counts: Number of lines of each class file, by its name.
+        line_counts: Number of lines of each class file (a Python file of the model's classes), by the file's name.
     """
     config = facts.config
+    total_weights = sum(facts.weights.counts.values())
+    earlier_training_is_missing = len(facts.stages) > 0 and not facts.has_whole_history
+    stages = [(stage.name or NOT_RECORDED, list_stage(stage)) for stage in facts.stages]
+
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     text = environment.get_template("card.md.jinja").render(
-        name=release.repo_id.split("/")[1],
+        name=name_model(release),
         release=release,
         licence=licence,
         prose=prose,
@@ -112,18 +131,18 @@ def render_card(
         has_norm=config["projector_norm"] != "none",
         key_adapter_rank=config.get("key_adapter_rank"),
         parts=list_parts(facts, prose),
-        total=format_count(sum(facts.weights.counts.values())),
+        total=format_count(total_weights),
         image_size=config["vision_config"].get("image_size") or NOT_RECORDED,
         image_tokens=config.get("image_seq_length") or NOT_RECORDED,
         decoder=facts.decoder,
         dtypes=sorted(facts.weights.dtypes),
-        class_names=" and ".join(line_counts),
-        class_lines=sum(line_counts.values()),
+        class_files=" and ".join(line_counts),
+        num_class_lines=sum(line_counts.values()),
         question=json.dumps(choose_question(widgets), ensure_ascii=False),
-        start=describe_start(facts),
+        initialization=describe_initialization(facts),
         diagnostics=facts.diagnostics,
-        earlier_training_is_missing=bool(facts.stages) and not facts.has_whole_history,
-        stages=[(stage.stage or NOT_RECORDED, list_stage(stage)) for stage in facts.stages],
+        earlier_training_is_missing=earlier_training_is_missing,
+        stages=stages,
         evaluations=[list_evaluation(evaluation) for evaluation in facts.evaluations],
         commands=list_commands(facts.evaluations),
         origins=describe_origins(facts, prose),
@@ -132,10 +151,16 @@ def render_card(
     return str(ModelCard(f"---\n{metadata}\n---\n\n{text}\n"))
 
 
+def name_model(release: Release) -> str:
+    """The model's name, which is the repository's name without its owner."""
+    _, name = release.repo_id.split("/")
+    return name
+
+
 def build_metadata(
     facts: Facts, licence: Licence, release: Release, prose: Prose, widgets: list[Widget]
 ) -> ModelCardData:
-    """The card's YAML block."""
+    """The card's metadata, which the Hub reads from a YAML block at the top of the card."""
     results = []
     for evaluation in facts.evaluations:
         result = EvalResult(
@@ -144,11 +169,13 @@ def build_metadata(
             dataset_name=evaluation.dataset,
             dataset_split=evaluation.split,
             metric_type=evaluation.metric,
-            # The Hub lists all results of one dataset and split together, so the metric's name tells the task too.
+            # The Hub lists all results of one dataset and split together. Only this name tells their tasks apart.
             metric_name=f"{evaluation.metric}, {evaluation.task}",
             metric_value=evaluation.value,
         )
         results.append(result)
+
+    # Fields that are `None` are left out of the YAML block.
     return ModelCardData(
         base_model=facts.base_models or None,
         datasets=prose.datasets or None,
@@ -156,7 +183,7 @@ def build_metadata(
         language=prose.language or None,
         library_name="transformers",
         license=licence.identifier,
-        model_name=release.repo_id.split("/")[1],
+        model_name=name_model(release),
         pipeline_tag="image-text-to-text",
         tags=["custom_code", "conversational", "normllava"],
         widget=widgets or None,
@@ -164,20 +191,21 @@ def build_metadata(
 
 
 def choose_question(widgets: list[Widget]) -> str:
-    """The question that the card's snippet asks: the first example's, if there are examples."""
+    """The question that the card's snippet asks: the question of the first example, if there are examples."""
     if not widgets:
         return DEFAULT_QUESTION
-    _, text_part = widgets[0]["messages"][0]["content"]
-    return text_part["text"]
+    (message,) = widgets[0]["messages"]
+    _, question_part = message["content"]  # the first part is the picture
+    return question_part["text"]
 
 
 def describe_norm(config: dict[str, Any]) -> str:
     """The norm that follows the projector, in words."""
     name = config["projector_norm"]
-    return NORMS.get(name, f"a norm (`projector_norm: {name}`)")
+    return NORM_DESCRIPTIONS.get(name, f"a norm (`projector_norm: {name}`)")
 
 
-def describe_start(facts: Facts) -> str:
+def describe_initialization(facts: Facts) -> str:
     """Sentences on how the projector and the LayerNorm after it were initialized."""
     sentences = [describe_initial_norm(facts)]
     if facts.config.get("projector_aligned"):
@@ -191,20 +219,24 @@ def describe_start(facts: Facts) -> str:
 def describe_initial_norm(facts: Facts) -> str:
     """Sentences on the L2 norm that image tokens had before training."""
     config = facts.config
-    target = config.get("projector_norm_target")
-    if config["projector_norm"] == "none" and config.get("projector_scaled"):
+    has_norm = config["projector_norm"] != "none"
+    if not has_norm and config.get("projector_scaled"):
         return (
             "This model has no norm after the projector. Its projector was scaled before training, so that image "
             "tokens started at the mean L2 norm of text tokens."
         )
-    if config["projector_norm"] == "none":
+    if not has_norm:
         return "This model has no norm after the projector."
-    if target is not None:
+
+    target_norm = config.get("projector_norm_target")
+    if target_norm is not None:
         return (
             "Here the gain of the LayerNorm after the projector starts at a value that gives image tokens an L2 norm "
-            f"of {target:.4g}. That is the mean L2 norm of text tokens, times the `--norm_target_ratio` that the "
+            f"of {target_norm:.4g}. That is the mean L2 norm of text tokens, times the `--norm_target_ratio` that the "
             "model was composed with (1 by default)."
         )
+
+    # With a gain of 1, each of the d numbers of a token's embedding is about 1 in size.
     initial_norm = facts.decoder.hidden_size**0.5
     return (
         "Here the gain of the LayerNorm after the projector starts at 1, which gives image tokens an L2 norm of "
@@ -213,45 +245,57 @@ def describe_initial_norm(facts: Facts) -> str:
 
 
 def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
-    """The table of the model's parts: each part's name, where it comes from, and its number of weights."""
+    """The rows of the table of parts: each part's name, where the part comes from, and its number of weights."""
+    new = "new in this model"
+    vision_origin = describe_part_origin(facts.vision_model, prose.vision_encoder)
+    text_origin = describe_part_origin(facts.text_model, prose.language_model)
+    projector_origin = "a Llava checkpoint" if facts.config.get("llava_name_or_path") else new
+    norm_origin = "none" if facts.config["projector_norm"] == "none" else new
+
     counts = facts.weights.counts
-    projector = "a Llava checkpoint" if facts.config.get("llava_name_or_path") else "new in this model"
-    norm = "none" if facts.config["projector_norm"] == "none" else "new in this model"
-    parts = [
-        ("vision encoder", describe_part(facts.vision_model, prose.vision_encoder), counts["vision_tower"]),
-        ("projector", projector, counts["multi_modal_projector"]),
-        ("norm after it", norm, counts["norm"]),
-        (
-            "language model",
-            describe_part(facts.text_model, prose.language_model),
-            counts["language_model"] + counts["lm_head"],
-        ),
+    num_text_weights = counts["language_model"] + counts["lm_head"]
+    rows = [
+        ("vision encoder", vision_origin, format_count(counts["vision_tower"])),
+        ("projector", projector_origin, format_count(counts["multi_modal_projector"])),
+        ("norm after it", norm_origin, format_count(counts["norm"])),
+        ("language model", text_origin, format_count(num_text_weights)),
     ]
     if facts.config.get("key_adapter_rank"):
-        parts.append(("key adapters in it", "new in this model", counts["key_adapter"]))
-    return [(name, origin, format_count(number)) for name, origin, number in parts]
+        rows.append(("key adapters in it", new, format_count(counts["key_adapter"])))
+    return rows
 
 
-def describe_part(base_model: str | None, prose: str) -> str:
-    """Where a part comes from: its link on the Hub, else what the prose says, else "trained from scratch"."""
-    if base_model is not None:
-        return f"[{base_model}](https://huggingface.co/{base_model})"
-    return escape_cell(prose) or "trained from scratch"
+def describe_part_origin(hub_id: str | None, part_prose: str) -> str:
+    """Where a part comes from, for a cell of a table.
+
+    Args:
+        hub_id: The part's Hub id; `None` if it is not known.
+        part_prose: What `card.yaml` says of the part's origin; empty if it says nothing.
+
+    Returns:
+        A link to the part on the Hub, or else what `card.yaml` says, or else "trained from scratch".
+    """
+    if hub_id is not None:
+        return f"[{hub_id}](https://huggingface.co/{hub_id})"
+    if part_prose:
+        return escape_cell(part_prose)
+    return "trained from scratch"
 
 
 def describe_origins(facts: Facts, prose: Prose) -> str:
-    """What the model was made from, in sentences."""
+    """Sentences on what the model was made from."""
     sentences = []
     if facts.config.get("llava_name_or_path"):
         sentences.append("Converted from a Llava checkpoint.")
-    sentences += [f"Made from {base_model}." for base_model in facts.base_models]
-    parts = (
-        ("language model", facts.text_model, prose.language_model),
-        ("vision encoder", facts.vision_model, prose.vision_encoder),
-    )
-    for part, base_model, part_prose in parts:
-        if base_model is not None:
-            continue
+    sentences += [f"Made from {hub_id}." for hub_id in facts.base_models]
+
+    # Parts without a Hub id are not among the base models.
+    prose_by_part = {}
+    if facts.text_model is None:
+        prose_by_part["language model"] = prose.language_model
+    if facts.vision_model is None:
+        prose_by_part["vision encoder"] = prose.vision_encoder
+    for part, part_prose in prose_by_part.items():
         if part_prose:
             sentences.append(f"The {part}: {part_prose}.")
         else:
@@ -260,26 +304,35 @@ def describe_origins(facts: Facts, prose: Prose) -> str:
 
 
 def list_stage(stage: TrainingStage) -> list[tuple[str, str]]:
-    """The rows of one stage's table."""
-    first_loss, last_loss = stage.losses
-    rows = [("steps", format_count(stage.steps)), ("tokens", format_count(stage.tokens))]
+    """The rows of one stage's table: names and values."""
+    losses = f"{format_number(stage.first_loss)}, {format_number(stage.last_loss)}"
+    commit = f"commit {stage.commit}" if stage.commit else NOT_RECORDED
+
+    rows = [
+        ("steps", format_count(stage.steps)),
+        ("tokens", format_count(stage.tokens)),
+    ]
     rows += [("data", describe_source(source)) for source in stage.sources]
     rows += [
-        ("loss, first and last logged", f"{format_number(first_loss)}, {format_number(last_loss)}"),
+        ("loss, first and last logged", losses),
         ("time", format_duration(stage.seconds)),
         ("hardware", stage.hardware or NOT_RECORDED),
-        ("code", f"commit {stage.commit}" if stage.commit else NOT_RECORDED),
+        ("code", commit),
     ]
     rows += [(f"`{name}`", escape_cell(value)) for name, value in stage.arguments.items()]
     return rows
 
 
 def describe_source(source: dict[str, Any]) -> str:
-    """What a stage took from one source of data. A local source is named without its folder."""
+    """What a stage took from a source of data, for a cell of a table.
+
+    Args:
+        source: The source's entry in `run.json`, with the fields of [`~training.run.Source`].
+    """
     path = source["path"]
     description = f"[{path}](https://huggingface.co/datasets/{path})"
     if source["is_local"]:
-        description = Path(path).name
+        description = Path(path).name  # without the folder, whose name may be private
     if source["name"]:
         description += f", {source['name']}"
     if source["split"] != "train":
@@ -296,14 +349,14 @@ def describe_source(source: dict[str, Any]) -> str:
 
 
 def list_evaluation(evaluation: Evaluation) -> list[str]:
-    """The cells of one row in the table of results."""
+    """The cells of a result's row in the table of results."""
     value = format_number(evaluation.value)
     if evaluation.standard_error is not None:
         value += f" ± {evaluation.standard_error:.2g}"
 
-    method = evaluation.harness or "a script"
+    scored_by = evaluation.harness or "a script"
     if evaluation.choice:
-        method += f"; {evaluation.choice}"
+        scored_by += f"; {evaluation.choice}"
 
     baseline = NOT_RECORDED
     if evaluation.baseline is not None:
@@ -315,7 +368,7 @@ def list_evaluation(evaluation: Evaluation) -> list[str]:
         evaluation.metric,
         value,
         format_count(evaluation.n),
-        method,
+        scored_by,
         baseline,
     )
     return [escape_cell(text) for text in cells]
@@ -324,28 +377,34 @@ def list_evaluation(evaluation: Evaluation) -> list[str]:
 def list_commands(evaluations: list[Evaluation]) -> list[str]:
     """The commands that measured the results, each once and on one line.
 
-    The card shows them as code outside of tables, where escaped characters would be copied with them.
+    They are not escaped, because the card shows them as code outside of tables.
     """
     commands = [" ".join(evaluation.command.split()) for evaluation in evaluations]
-    return list(dict.fromkeys(commands))
+    return list(dict.fromkeys(commands))  # without duplicates
 
 
 def escape_cell(value: object) -> str:
-    """A value as text for a cell of a Markdown table, on one line and with the table's own characters escaped."""
+    """A value as text for a cell of a Markdown table: on one line, with Markdown's `|` and HTML's `<` escaped."""
     text = " ".join(str(value).split())
     return text.replace("|", r"\|").replace("<", "&lt;")
 
 
 def format_count(number: int | None) -> str:
     """A whole number with commas between its thousands."""
-    return NOT_RECORDED if number is None else f"{number:,}"
+    if number is None:
+        return NOT_RECORDED
+    return f"{number:,}"
 
 
 def format_number(number: float | None) -> str:
     """A number with four significant digits."""
-    return NOT_RECORDED if number is None else f"{number:,.4g}"
+    if number is None:
+        return NOT_RECORDED
+    return f"{number:,.4g}"
 
 
 def format_duration(seconds: float | None) -> str:
     """A time in hours, minutes and seconds."""
-    return NOT_RECORDED if seconds is None else str(timedelta(seconds=round(seconds)))
+    if seconds is None:
+        return NOT_RECORDED
+    return str(timedelta(seconds=round(seconds)))

@@ -8,18 +8,18 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForImageTextToText
 
 from common.errors import UserError
-from hub_cards.contents import CARD, NEEDED, SETTINGS, class_files, is_listed, read_json
+from hub_cards.contents import CARD_FILE, NEEDED_FILES, SETTINGS_FILES, class_files, is_listed, read_json
 from hub_cards.facts import load_config
 from hub_cards.release import read_release
 from hub_cards.weights import Weights, read_weights
 
 
-# A user's or an organization's token of the Hub.
-TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
+# Tokens of the Hub: "hf_" for a user or "api_org_" for an organization, then at least 20 letters and digits.
+TOKEN_PATTERN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 
-# Files that are not searched for tokens and paths. A vocabulary holds all kinds of text, which would raise false
-# alarms, and the other files hold nothing that a run or a user wrote.
-UNSEARCHED = ("tokenizer.json", "chat_template.jinja")
+# Files that are not searched for tokens and paths. The vocabulary in tokenizer.json holds all kinds of text, which
+# would raise false alarms. The other files hold no text that a run or a user wrote.
+UNSEARCHED_FILES = ("tokenizer.json", "chat_template.jinja")
 UNSEARCHED_SUFFIXES = (".safetensors", ".png", ".py")
 
 
@@ -31,39 +31,43 @@ def require_no_faults(folder: Path) -> None:
 
 
 def find_faults(folder: Path) -> list[str]:
-    """All faults of a release folder. Each names its file and says what to do."""
+    """All faults of a release folder, as messages that name a file and say what to do."""
     faults = []
     for path in sorted(folder.rglob("*")):
         faults += find_file_faults(path, folder)
-    if not (folder / CARD).is_file():
-        faults.append(f"{CARD}: is missing. Delete the folder, and build it again.")
+    if not (folder / CARD_FILE).is_file():
+        faults.append(f"{CARD_FILE}: is missing. Delete the folder, and build it again.")
 
     try:
-        read_release(folder)
+        read_release(folder)  # raises UserError if release.json is missing or can't be read
         code_faults = find_code_faults(folder)
-        if code_faults:  # the model is not loaded where the folder names code that isn't ours
-            return [*faults, *code_faults]
-        model_faults = find_model_faults(folder, read_weights(folder))
+        faults += code_faults
+        # A model is not loaded from a folder that names other code than this version's.
+        if not code_faults:
+            faults += find_model_faults(folder, read_weights(folder))
     except UserError as error:
-        return [*faults, str(error)]
-    return [*faults, *model_faults]
+        faults.append(str(error))
+    return faults
 
 
 def find_file_faults(path: Path, folder: Path) -> list[str]:
-    """Why a file may not be published: it is a link, it is not on the list, or it holds something private."""
+    """Why a file may not be published: it is a symlink, it is not on the list of files, or it holds something private.
+
+    The result is empty for a folder, and for a file without faults.
+    """
     name = path.relative_to(folder).as_posix()
-    if path.is_symlink():  # it may point out of the folder
+    if path.is_symlink():  # the link may point to a file outside of the folder
         return [f"{name}: is a symlink. Put the file itself there, or delete it."]
-    if not path.is_file():
+    if not path.is_file():  # a folder
         return []
     if not is_listed(name):
         return [f"{name}: is not on the list of published files. Delete it."]
-    if name in UNSEARCHED or path.suffix in UNSEARCHED_SUFFIXES:
+    if name in UNSEARCHED_FILES or path.suffix in UNSEARCHED_SUFFIXES:
         return []
 
     faults = []
     text = path.read_text(encoding="utf-8", errors="replace")
-    if TOKEN.search(text):
+    if TOKEN_PATTERN.search(text):
         faults.append(f"{name}: holds a Hugging Face token. Revoke it now, then remove it.")
     home = f"{Path.home()}/"
     if home in text:
@@ -72,31 +76,34 @@ def find_file_faults(path: Path, folder: Path) -> list[str]:
 
 
 def find_code_faults(folder: Path) -> list[str]:
-    """Why a folder's code may not be published: its class files are not this version's, or settings name other code.
+    """Why a folder's code may not be published: class files are not this version's, or settings name other code.
+
+    An `auto_map` in the settings names the code that is run when somebody loads the release.
 
     Raises:
         UserError: if config.json doesn't describe a NormLlava.
     """
     faults = []
-    # A new config of the same class names our own class files, whatever the folder's config names.
-    own_config = type(load_config(folder))()
-    for path in class_files(own_config):
+    # A new config names this version's class files. The folder's config may name others.
+    config_class = type(load_config(folder))
+    new_config = config_class()
+    for path in class_files(new_config):
         release_copy = folder / path.name
         if not release_copy.is_file() or release_copy.read_bytes() != path.read_bytes():
             faults.append(f"{path.name}: is not this version's file. Delete the folder, and build it again.")
 
-    for name in SETTINGS:
+    for name in SETTINGS_FILES:
         if not (folder / name).is_file():
             continue
         settings = read_json(folder / name)
         if name == "config.json":
-            # The check below is for all other auto_maps, so this one is taken out.
             auto_map = settings.pop("auto_map", None)
-            if auto_map != own_config.auto_map:
-                own_map = json.dumps(own_config.auto_map)
-                faults.append(f"{name}: its auto_map is not {own_map}. Build the folder again.")
+            if auto_map != new_config.auto_map:
+                expected = json.dumps(new_config.auto_map)
+                faults.append(f"{name}: its auto_map is not {expected}. Build the folder again.")
 
-        # Whoever loads the release would run the code that this auto_map names, from another repository.
+        # No other auto_map is allowed: neither one inside of config.json, such as in its `text_config`, nor one in
+        # another file.
         if '"auto_map"' in json.dumps(settings):
             faults.append(f'{name}: holds an "auto_map" that names other code than the release\'s. Remove it.')
     return faults
@@ -104,7 +111,7 @@ def find_code_faults(folder: Path) -> list[str]:
 
 def find_model_faults(folder: Path, weights: Weights) -> list[str]:
     """Why a model can't answer: files are missing, weights are not finite, or weights don't fit the config."""
-    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    missing = [name for name in NEEDED_FILES if not (folder / name).is_file()]
     if missing:
         return [f"{', '.join(missing)}: missing. Give the output folder of a complete run."]
 
@@ -113,7 +120,7 @@ def find_model_faults(folder: Path, weights: Weights) -> list[str]:
         faults.append(f"weights: {shorten(weights.not_finite)}: NaN or infinite values. Train again.")
     try:
         # On the meta device, loading compares names and shapes of tensors and reads no values.
-        _, report = AutoModelForImageTextToText.from_pretrained(
+        _, loading_info = AutoModelForImageTextToText.from_pretrained(
             folder,
             dtype="auto",
             device_map="meta",
@@ -124,14 +131,14 @@ def find_model_faults(folder: Path, weights: Weights) -> list[str]:
     except (OSError, ValueError, StrictDataclassError) as error:
         return [*faults, f"The model can't be loaded: {error}"]
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[kind]:
-            names = [str(name) for name in report[kind]]
+        if loading_info[kind]:
+            names = [str(name) for name in loading_info[kind]]
             faults.append(f"weights: {kind} for the model of config.json: {shorten(names)}. Train or merge again.")
     return faults
 
 
 def shorten(names: list[str]) -> str:
-    """The first name and the number of the others, since all tensors of a model can have the same fault."""
+    """A list of names as short text: the first name, and the number of the others."""
     if len(names) == 1:
         return names[0]
     return f"{names[0]} (and {len(names) - 1} more)"

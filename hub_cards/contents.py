@@ -1,4 +1,4 @@
-"""The list of files that a release folder may hold. The folder is built and checked by this list."""
+"""The list of files that a release folder may hold. `build.py` copies them, and `check.py` refuses all others."""
 
 import json
 import re
@@ -13,13 +13,13 @@ from conversations import pixels
 from hub_cards.release import RELEASE_FILE
 
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-# The figure that the diagnostics drew, as the card shows it.
-PLOT = "diagnostics/overview.png"
+# The diagnostics' figure, which the card shows.
+OVERVIEW_PLOT = "diagnostics/overview.png"
 
-# JSON files of a checkpoint, if it has them. They are copied without the names of this machine's folders.
-SETTINGS = (
+# JSON files that a checkpoint may have. They are copied without the names of this machine's folders.
+SETTINGS_FILES = (
     "config.json",
     "generation_config.json",
     "processor_config.json",
@@ -30,48 +30,61 @@ SETTINGS = (
     WEIGHTS_INDEX,
 )
 
-# Files of a checkpoint that are copied as they are.
-COPIED = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
+# Other files that a checkpoint may have. They are copied unchanged.
+COPIED_FILES = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
 
 # Files without which a model can't answer.
-NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
+NEEDED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 ASSETS = Path(__file__).with_name("assets")
-SPACE = ASSETS / "space"
+SPACE_FOLDER = ASSETS / "space"
 APACHE_TEXT = ASSETS / "LICENSE-APACHE"
+
+# The folder of the class files, which are the Python files that a release needs to load its model.
 CLASS_FOLDER = Path(str(modeling_normllava.__file__)).parent
 
 # `pixels.py` turns any picture into RGB. Endpoints and Spaces get a copy, so that they read pictures as training does.
 PIXELS_FILE = Path(str(pixels.__file__))
 
 # Files that an inference endpoint needs beside the model.
-SERVING = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS_FILE)
+SERVING_FILES = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS_FILE)
 
-# Names of the files that may be published, and a pattern for the names that hold a number.
-LISTED = {
-    CARD,
+# The files that may be published: their paths inside the release folder.
+LISTED_FILES = {
+    CARD_FILE,
     RELEASE_FILE,
-    PLOT,
+    OVERVIEW_PLOT,
     "LICENSE",
     "LICENSE-APACHE",
     "NOTICE",
-    *SETTINGS,
-    *COPIED,
-    *(path.name for path in SERVING),
-    *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),
+    *SETTINGS_FILES,
+    *COPIED_FILES,
+    *(path.name for path in SERVING_FILES),
+    *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),  # all class files, but not __init__.py
 }
+# Numbered files may be published too, such as model-00001-of-00002.safetensors and images/example1.png.
 LISTED_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")
 
 
 def is_listed(name: str) -> bool:
-    """Whether a file with this path inside the folder may be published."""
-    return name in LISTED or LISTED_PATTERN.fullmatch(name) is not None
+    """Whether the file with this path inside a release folder may be published."""
+    return name in LISTED_FILES or LISTED_PATTERN.fullmatch(name) is not None
 
 
 def class_files(config: Any) -> list[Path]:
-    """This version's class files for a model with this config: those that `auto_map` names, and those they import."""
+    """This version's class files for a model with this config.
+
+    They are the files that the config's `auto_map` names, and the files that these import.
+    """
     files = set()
     for reference in config.auto_map.values():
+        # A reference names a file and a class in it, such as "modeling_normllava.NormLlavaModel".
         module = reference.split(".")[0]
         file = CLASS_FOLDER / f"{module}.py"
         files.add(file)
@@ -83,7 +96,7 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        UserError: if the file is no valid JSON.
+        UserError: if the file is not valid JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

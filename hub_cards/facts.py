@@ -1,7 +1,7 @@
 """Read the model card's facts from a run's folder: weights, config, records of training, evaluation and diagnostics.
 
-A fact that no file holds is `None`, and the card shows it as "not recorded". `run.json` is read as plain JSON without
-a schema, so that a record of another version, which may lack fields, can be read too.
+A fact that no file holds is `None`, and the card shows it as "not recorded". `run.json` is read without a schema,
+because a `run.json` that another version wrote may lack fields.
 """
 
 import json
@@ -25,10 +25,10 @@ from hub_cards.weights import Weights, read_weights
 from modeling_normllava import NormLlavaConfig
 
 
-# The form of a Hub id, owner/name.
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# The form of a Hub id, owner/name, such as "Qwen/Qwen2.5-7B-Instruct".
+HUB_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# The arguments of a run that the card lists. `run.json` has the other arguments too, such as Adam's.
+# The arguments of a run that the card lists, if they are set. `run.json` has more arguments.
 LISTED_ARGUMENTS = (
     "num_train_epochs",
     "global_batch_size",
@@ -48,7 +48,7 @@ LISTED_ARGUMENTS = (
     "loss_type",
     "load_in_4bit",
 )
-# Arguments that the card lists only for runs in which they have an effect. Every run records them.
+# Arguments that the card lists only for runs in which they have an effect. `run.json` has them for every run.
 LORA_ARGUMENTS = ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
 KEY_LOSS_ARGUMENTS = ("key_mmd_weight", "key_gram_weight")
 NORM_ARGUMENTS = ("norm_learning_rate",)
@@ -59,21 +59,23 @@ class TrainingStage:
     """One stage of training, as its folder records it.
 
     Attributes:
-        stage: The stage's name, such as "align".
+        name: The stage's name, such as "align".
         steps: Number of optimizer steps.
         tokens: Number of tokens trained on.
-        losses: The first and the last loss that were logged.
+        first_loss: The first loss that was logged.
+        last_loss: The last loss that was logged.
         seconds: How long the run took.
-        arguments: The arguments that had an effect, of those that the card lists.
+        arguments: The run's arguments that the card lists, by their names.
         hardware: Number of processes, and the device.
         commit: The commit of the code that trained.
-        sources: The data that the stage was trained on, as `run.json` records it.
+        sources: The data that the stage was trained on: an entry for each [`~training.run.Source`], with its fields.
     """
 
-    stage: str | None
+    name: str | None
     steps: int
     tokens: int | None
-    losses: tuple[float | None, float | None]
+    first_loss: float | None
+    last_loss: float | None
     seconds: float | None
     arguments: dict[str, Any]
     hardware: str | None
@@ -88,15 +90,17 @@ class Facts:
     Attributes:
         weights: What the weight files hold.
         config: The content of config.json.
-        decoder: The decoder's config. Unlike in `config`, its fields have the same names in all model families.
-        text_model: Hub id of the language model; `None` if it is not from the Hub. If the model was converted from a
-            Llava checkpoint, it is the Llava's id.
-        vision_model: Hub id of the vision encoder; `None` if it is not from the Hub. If the model was converted from a
-            Llava checkpoint, it is the Llava's id.
+        decoder: The language model's config, as transformers reads it. The fields that the card shows have the same
+            names in all model families here, but not in `config`.
+        text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
+            if neither is known.
+        vision_model: Hub id of the vision encoder, or of the Llava checkpoint that the model was converted from;
+            `None` if neither is known.
         stages: The stages of training, in their order.
-        has_whole_history: Whether `stages` hold all training of the model since its parts were joined.
-        evaluations: Rows of `evaluation.json`.
-        diagnostics: Measured values by their names on the card; `None` if nothing was measured.
+        has_whole_history: Whether `stages` holds all training of the model since its parts were joined.
+        evaluations: Results of benchmarks, which are the rows of `evaluation.json`.
+        diagnostics: What `python -m diagnostics` measured, as text by the names on the card; `None` if there is no
+            report of it.
     """
 
     weights: Weights
@@ -111,9 +115,9 @@ class Facts:
 
     @property
     def base_models(self) -> list[str]:
-        """The known Hub ids of the model's parts, each once."""
-        names = dict.fromkeys((self.text_model, self.vision_model))
-        return [name for name in names if name is not None]
+        """The known Hub ids of the model's parts. An id that both parts have is listed once."""
+        hub_ids = dict.fromkeys((self.text_model, self.vision_model))
+        return [hub_id for hub_id in hub_ids if hub_id is not None]
 
 
 def collect_facts(run: Path, text_model: str | None = None, vision_model: str | None = None) -> Facts:
@@ -125,8 +129,8 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
         vision_model: Hub id of the vision encoder, if it was loaded from a folder.
 
     Raises:
-        UserError: if a file is missing or torn, a given id contradicts the recorded one, or a result was measured with
-            other weights.
+        UserError: if a file is missing or can't be read, if a given id contradicts the recorded id, or if a result was
+            measured with other weights.
     """
     model_config = load_config(run)
     config = read_json(run / "config.json")
@@ -150,7 +154,7 @@ def load_config(folder: Path) -> NormLlavaConfig:
     """The config of the NormLlava in a folder, read by this version's class.
 
     Raises:
-        UserError: if there is no config, or the folder holds an adapter or another model.
+        UserError: if there is no valid config, or if the folder holds an adapter or another kind of model.
     """
     if (folder / "adapter_config.json").exists():
         raise UserError(
@@ -170,86 +174,119 @@ def load_config(folder: Path) -> NormLlavaConfig:
     return config
 
 
-def find_part_id(config: dict[str, Any], part: str, given: str | None) -> str | None:
-    """Hub id of a part, from the config or, if the config records none, from the user.
+def find_part_id(config: dict[str, Any], part: str, given_id: str | None) -> str | None:
+    """Hub id of a part: the id that the config records or, if it records none, the id that the user gives.
 
     Args:
         config: The content of config.json.
         part: "text" or "vision".
-        given: The id that the user gives.
+        given_id: The id that the user gives.
 
     Raises:
-        UserError: if the given id is no Hub id, or the config records another.
+        UserError: if the given id is no Hub id, or the config records another id.
     """
-    if given is not None and hub_id(given) is None:
-        raise UserError(f"--{part}_model {given!r} is not owner/name.")
+    if given_id is not None and not is_hub_id(given_id):
+        raise UserError(f"--{part}_model {given_id!r} is not owner/name.")
 
+    recorded_id = read_recorded_id(config, part)
+    if recorded_id is None:
+        return given_id
+    if given_id is not None and given_id != recorded_id:
+        raise UserError(f"--{part}_model is {given_id}, but config.json records {recorded_id}. Omit the option.")
+    return recorded_id
+
+
+def read_recorded_id(config: dict[str, Any], part: str) -> str | None:
+    """The Hub id that a config records for a part, or for the Llava checkpoint that the model was converted from."""
     part_config = config.get(f"{part}_config", {})
-    recorded = hub_id(config.get("llava_name_or_path")) or hub_id(part_config.get("_name_or_path"))
-    if recorded is None:
-        return given
-    if given not in (None, recorded):
-        raise UserError(f"--{part}_model is {given}, but config.json records {recorded}. Omit the option.")
-    return recorded
+    for name in (config.get("llava_name_or_path"), part_config.get("_name_or_path")):
+        if name is not None and is_hub_id(name):
+            return name
+    return None
 
 
-def hub_id(name: str | None) -> str | None:
-    """The name if it has the form of a Hub id, else `None`.
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name has the form of a Hub id.
 
-    `compose.py` records a local folder by its absolute path, which never has this form.
+    The absolute path of a folder, by which `training/compose.py` records a local model, doesn't have this form.
     """
-    return name if name and HUB_ID.fullmatch(name) else None
+    return HUB_ID_PATTERN.fullmatch(name) is not None
 
 
 def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
-    """Whether `stages` hold all training of the model since its parts were joined."""
-    # A converted Llava and an aligned projector were trained before the first stage. No record tells how.
+    """Whether `stages` holds all training of the model since its parts were joined."""
+    # A converted Llava and an aligned projector were trained before the first stage, and no file records how.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
-    return len(stages) > 0 and stages[0].stage == "align"
+    return len(stages) > 0 and stages[0].name == "align"
 
 
 def collect_stages(run: Path) -> list[TrainingStage]:
-    """The stages of training in their order, back to the first one whose folder is on this machine."""
+    """The stages of training in their order, as far back as their folders are on this machine."""
     stages: list[TrainingStage] = []
-    seen: set[Path] = set()
+    visited_folders: set[Path] = set()  # a folder may name itself as the stage before it
     folder = run
-    while (folder / "trainer_state.json").exists() and folder.resolve() not in seen:
-        seen.add(folder.resolve())
-        record: dict[str, Any] = {}
+    while (folder / "trainer_state.json").exists() and folder.resolve() not in visited_folders:
+        visited_folders.add(folder.resolve())
+        run_record: dict[str, Any] = {}
         if (folder / "run.json").exists():
-            record = read_json(folder / "run.json")
-        stages.insert(0, read_stage(folder, record))
+            run_record = read_json(folder / "run.json")
+        stages.insert(0, read_stage(folder, run_record))
 
         # A stage starts from the model in the folder of the stage before it.
-        start_model = record.get("arguments", {}).get("model_name_or_path")
+        start_model = run_record.get("arguments", {}).get("model_name_or_path")
         if start_model is None:
             break
         folder = Path(start_model)
     return stages
 
 
-def read_stage(folder: Path, record: dict[str, Any]) -> TrainingStage:
-    """One stage, from its `trainer_state.json`, `metrics.jsonl` and `run.json`."""
-    environment = record.get("environment", {})
-    metrics = read_metrics(folder / "metrics.jsonl")
-    losses = [line["loss"] for line in metrics if "loss" in line]
-    tokens = [line["num_tokens"] for line in metrics if "num_tokens" in line]
-    seconds = [line["train_runtime"] for line in metrics if "train_runtime" in line]
+def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
+    """Read one stage from its folder.
 
-    # A resumed run logs only the time since it was resumed.
-    has_all_time = bool(seconds) and not environment.get("resumed")
-    hardware = f"{environment['num_processes']} x {environment['device']}" if environment else None
+    Args:
+        folder: The folder, with `trainer_state.json` and perhaps `metrics.jsonl`.
+        run_record: The content of the folder's `run.json`; empty if there is no such file.
+    """
+    trainer_state = read_json(folder / "trainer_state.json")
+    metrics = read_metrics(folder / "metrics.jsonl")
+    arguments = run_record.get("arguments", {})
+    environment = run_record.get("environment", {})
+
+    first_loss = None
+    last_loss = None
+    losses = [line["loss"] for line in metrics if "loss" in line]
+    if losses:
+        first_loss = losses[0]
+        last_loss = losses[-1]
+
+    # Each line counts all tokens up to its step.
+    tokens = None
+    token_counts = [line["num_tokens"] for line in metrics if "num_tokens" in line]
+    if token_counts:
+        tokens = int(token_counts[-1])
+
+    # A resumed run logs only the time since it was resumed, which is not the time of the stage.
+    seconds = None
+    logged_seconds = [line["train_runtime"] for line in metrics if "train_runtime" in line]
+    if logged_seconds and not environment.get("resumed"):
+        seconds = logged_seconds[-1]
+
+    hardware = None
+    if environment:
+        hardware = f"{environment['num_processes']} x {environment['device']}"
+
     return TrainingStage(
-        stage=record.get("arguments", {}).get("stage"),
-        steps=read_json(folder / "trainer_state.json")["global_step"],
-        tokens=int(tokens[-1]) if tokens else None,
-        losses=(losses[0], losses[-1]) if losses else (None, None),
-        seconds=seconds[-1] if has_all_time else None,
-        arguments=select_arguments(record.get("arguments", {}), metrics),
+        name=arguments.get("stage"),
+        steps=trainer_state["global_step"],
+        tokens=tokens,
+        first_loss=first_loss,
+        last_loss=last_loss,
+        seconds=seconds,
+        arguments=select_arguments(arguments, metrics),
         hardware=hardware,
         commit=environment.get("commit"),
-        sources=record.get("sources", []),
+        sources=run_record.get("sources", []),
     )
 
 
@@ -257,7 +294,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl`; an empty list if there is no such file.
 
     Raises:
-        UserError: if a line is torn.
+        UserError: if a line is not valid JSON. A run that was killed may have written only a part of its last line.
     """
     if not path.exists():
         return []
@@ -272,13 +309,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments that the card lists for a run: those that were set and had an effect."""
-    names = [*LISTED_ARGUMENTS]
+    """The arguments that the card lists for a run, by their names: those that were set and had an effect."""
+    names = list(LISTED_ARGUMENTS)
     if arguments.get("stage") == "adapt":
         names += LORA_ARGUMENTS
     if any(arguments.get(name) for name in KEY_LOSS_ARGUMENTS):
         names += KEY_LOSS_ARGUMENTS
-    # A run logs the learning rate of the norm only if the model has a norm and trains it.
+    # A run logs a learning rate for the norm only if the model has a norm and the run trains it.
     if any("learning_rate/multi_modal_projector.norm" in line for line in metrics):
         names += NORM_ARGUMENTS
 
@@ -294,7 +331,7 @@ def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
     """The rows of `evaluation.json`; an empty list if there is no such file.
 
     Raises:
-        UserError: if a row lacks a field, its value is not finite, or it was measured with other weights.
+        UserError: if a row lacks a field, if its value is not finite, or if it was measured with other weights.
     """
     if not path.exists():
         return []
@@ -311,7 +348,10 @@ def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
 
 
 def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
-    """The card's values from a report of the diagnostics, by their names; `None` if there is no report.
+    """The values that the card shows from the diagnostics' report, by their names on the card.
+
+    Returns:
+        The values as text; `None` if there is no report.
 
     Raises:
         UserError: if the report is about other weights or several models, or if another version wrote it.
@@ -323,7 +363,7 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
     try:
         models = read_json(path)["models"]
         model = models[0]
-        is_quantized = model["dtype"].endswith("quantized")
+        is_quantized = model["dtype"].endswith("quantized")  # such as "float32, quantized"
         num_pictures = model["num_pictures"]
         rows = model["summary"]["rows"]
     except (KeyError, IndexError) as error:
@@ -331,6 +371,7 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
     if len(models) > 1 or is_quantized or model.get("weights") != weights_hash:
         raise UserError(f"{path} is of other weights. {advice}")
 
+    # The report calls image tokens "visual". A measure is `None` if it was not measured.
     summary = Summary(rows)
     estimates = {
         "L2 norm of image tokens over that of text tokens, at the decoder": summary.look("ratio"),

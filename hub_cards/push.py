@@ -10,11 +10,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from common.errors import UserError
-from hub_cards.contents import CARD
+from hub_cards.contents import CARD_FILE
 from hub_cards.release import read_release
 
 
-# Files that the Hub itself adds to a repository. This one records which files are large.
+# Files that the Hub itself adds to a repository. `.gitattributes` says which files Git LFS stores.
 HUB_FILES = {".gitattributes"}
 
 
@@ -27,7 +27,7 @@ class Plan:
         tag: The tag to set.
         visibility: "private" or "public"; "new" if there is no repository that the token may read.
         head: Latest commit of the repository, which the push builds on; `None` in a new repository.
-        is_tagged: Whether the repository has the tag already, on the same files as the release.
+        is_tagged: Whether the repository has the tag already. If so, the tag is on the same files as the release.
         added: Paths that only the release has.
         changed: Paths whose content in the release differs from the repository's.
         deleted: Paths that only the repository has.
@@ -57,22 +57,23 @@ class Plan:
 def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
     """Publish a release folder.
 
-    One commit adds, changes and deletes files, and the tag is set on it. A new repository is created private. If it is
-    to be public, it becomes so only after the commit and the tag.
+    One commit adds, changes and deletes files, and the tag is set on this commit. A new repository is created private.
+    If the repository shall be public, it becomes public only after the commit and the tag.
 
     Args:
         folder: A release folder without faults, see [`~hub_cards.check.require_no_faults`].
         api: The Hub's client.
-        public: Whether the repository shall be public. Without this, a public repository is not changed.
+        public: Whether the repository shall be public. If this is false, a repository that is public is not changed.
 
     Returns:
         The plan that was carried out.
 
     Raises:
-        UserError: as [`plan_push`], or if a public repository would change and `public` is not given.
+        UserError: as [`plan_push`] does, or if a public repository would change and `public` is false.
     """
     plan = plan_push(folder, api)
-    if plan.visibility == "public" and not public and not plan.is_tagged:
+    is_public = plan.visibility == "public"
+    if is_public and not public and not plan.is_tagged:
         raise UserError(f"{plan.repo_id} is public: push with --public, or make it private in its settings.")
 
     if plan.visibility == "new":
@@ -80,21 +81,26 @@ def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
     if not plan.is_tagged:
         commit = commit_files(folder, api, plan)
         api.create_tag(plan.repo_id, tag=plan.tag, revision=commit)
-    if public and plan.visibility != "public":
+    if public and not is_public:
         api.update_repo_settings(plan.repo_id, private=False)
     return plan
 
 
 def plan_push(folder: Path, api: HfApi) -> Plan:
-    """Compare a release folder with its repository on the Hub, at the tag if it exists, otherwise at the head.
+    """Plan a push by comparing the release folder with its repository on the Hub.
+
+    If the repository has the tag already, the folder is compared with the tag's files, otherwise with those of the
+    latest commit.
 
     Raises:
-        UserError: if a branch has the tag's name, or the tag is on other files than the release's.
+        UserError: if a branch has the tag's name, or if the tag is on other files than the release's.
     """
     release = read_release(folder)
     repo_id = release.repo_id
     tag = release.revision
-    release_paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    release_paths = sorted(path.relative_to(folder).as_posix() for path in files)
+
     try:
         info = api.repo_info(repo_id)
     except RepositoryNotFoundError:
@@ -111,12 +117,15 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
         )
 
     refs = api.list_repo_refs(repo_id)
-    if tag in [branch.name for branch in refs.branches]:
+    branch_names = [ref.name for ref in refs.branches]
+    tag_names = [ref.name for ref in refs.tags]
+    if tag in branch_names:
         raise UserError(f"{tag} is a branch of {repo_id} and can't be a tag. Push with another --revision.")
-    is_tagged = tag in [ref.name for ref in refs.tags]
+    is_tagged = tag in tag_names
 
-    # The client speaks of the folder's files: "extra" ones are only in the folder, "missing" ones only on the Hub.
-    comparison = api.verify_repo_checksums(repo_id, local_dir=folder, revision=tag if is_tagged else info.sha)
+    # The client calls files "extra" if they are only in the folder, and "missing" if they are only on the Hub.
+    compared_revision = tag if is_tagged else info.sha
+    comparison = api.verify_repo_checksums(repo_id, local_dir=folder, revision=compared_revision)
     added = list(comparison.extra_paths)
     changed = [entry["path"] for entry in comparison.mismatches]
     deleted = sorted(set(comparison.missing_paths) - HUB_FILES)
@@ -140,7 +149,10 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
 
 
 def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
-    """Make the commit that a plan asks for, unless nothing changes. Returns the repository's head afterwards.
+    """Make the commit that a plan asks for. If nothing changes, no commit is made.
+
+    Returns:
+        The repository's latest commit afterwards.
 
     Raises:
         UserError: if the Hub refuses the card.
@@ -157,5 +169,5 @@ def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
     try:
         commit = api.create_commit(plan.repo_id, operations, commit_message=message, parent_commit=plan.head)
     except ValueError as error:  # the client raises this if the Hub refuses the card's metadata
-        raise UserError(f"The Hub refuses the card {folder / CARD}: {error}") from error
+        raise UserError(f"The Hub refuses the card {folder / CARD_FILE}: {error}") from error
     return commit.oid

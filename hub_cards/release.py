@@ -19,7 +19,7 @@ class Release:
     Attributes:
         repo_id: The repository on the Hub that the folder was built for, owner/name.
         revision: The tag that the folder was built for.
-        weights: [`~common.files.fingerprint`] of the weights that it was built from.
+        weights: [`~common.files.fingerprint`] of the weights that the folder was built from.
     """
 
     repo_id: str
@@ -35,7 +35,7 @@ def read_release(folder: Path) -> Release:
     """Read `release.json` from a folder.
 
     Raises:
-        UserError: if there is no such file, as in folders that an earlier version built, or it can't be read.
+        UserError: if there is no such file, as in folders that an earlier version built, or if the file can't be read.
     """
     path = folder / RELEASE_FILE
     if not path.exists():

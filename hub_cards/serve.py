@@ -2,13 +2,13 @@
 
     python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0 --port 8000
 
-A client's `model` is the folder or id as given here, or `<id>@<revision>`. A picture is a URL or base64. The server
-asks for no key and fetches any URL, so it listens on the loopback interface only.
+In a request, `model` is the folder or id as it was given to this command, or `<id>@<revision>`. A picture is a URL or
+base64. The server asks for no key and fetches any URL, so it listens on the loopback interface only.
 """
 
-import os
 import socket
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -20,12 +20,15 @@ from common.files import folder_or_id
 
 HOST = "127.0.0.1"
 
-# Fields that `transformers serve` adds to OpenAI's API. Requests with them are refused: `chat_template_kwargs` can
-# name pictures that are files of this machine, and `generation_config` replaces the model's settings of generation.
+# Fields that `transformers serve` adds to OpenAI's API. Requests with these fields are refused: `chat_template_kwargs`
+# can name files of this machine as pictures, and `generation_config` replaces the model's settings of generation.
 REFUSED_FIELDS = ("chat_template_kwargs", "generation_config")
 
-# The routes that are kept. Through other routes of `transformers serve`, a request can have the code of any repository
-# run, or any file read as audio.
+# What the `url` of a picture begins with if it isn't a path.
+PICTURE_PREFIXES = ("data:", "http://", "https://")
+
+# The routes of `transformers serve` that are kept. Through its other routes, a request can have the code of any
+# repository run, or any file of this machine read as audio.
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/models", "/health")
 
 # transformers serves only the model types in a table of its own, even if a model brings its code. These types are
@@ -45,30 +48,31 @@ def serve_model(model: str, revision: str, port: int) -> None:
         port: Port to listen on.
 
     Raises:
-        UserError: if the folder doesn't exist or holds no model that can be served, the port is taken, or the server
-            is not installed.
+        UserError: if the folder doesn't exist or holds no model that can be served, if the port is taken, or if the
+            server is not installed.
         OSError: if a repository, a revision or a file of the model is missing. The command prints it in one line.
     """
     if not is_serve_available():
         raise UserError("transformers' server is not installed: pip install -e '.[release]'")
-    import uvicorn
+    import uvicorn  # is installed by the extra "release"
 
-    # Loading a model takes long, so try the port before.
+    # Loading a model takes long, so the port is tried before.
     try:
         socket.create_server((HOST, port)).close()
     except OSError as error:
         raise UserError(f"--port {port} can't be used ({error}): choose another one.") from error
-    uvicorn.run(build_app(folder_or_id(model), revision), host=HOST, port=port)
+    app = build_app(folder_or_id(model), revision)
+    uvicorn.run(app, host=HOST, port=port)
 
 
 def build_app(model: str, revision: str) -> Any:
-    """Load a model with its own code, and return an app that serves this model alone.
+    """Load a model with its own code, and make an ASGI app that serves this model alone.
 
     Raises:
         UserError: if transformers refuses the model.
         OSError: if a repository, a revision or a file of the model is missing.
     """
-    # These imports need the extra "release".
+    # These modules are installed by the extra "release".
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -78,22 +82,33 @@ def build_app(model: str, revision: str) -> Any:
     from transformers.cli.serving.utils import GenerationState
 
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.update(MODEL_TYPES)
-    pinned = model if os.path.exists(model) else f"{model}@{revision}"
+    pinned_model = model
+    if not Path(model).exists():
+        pinned_model = f"{model}@{revision}"
     try:
-        manager = ModelManager(trust_remote_code=True, force_model=pinned)
+        manager = ModelManager(trust_remote_code=True, force_model=pinned_model)
     except ValueError as error:
-        raise UserError(f"{pinned} can't be loaded: {error}") from error
+        raise UserError(f"{pinned_model} can't be loaded: {error}") from error
 
-    # Versions of transformers have different handlers, so all of them are set to `None` and only two are added.
     state = GenerationState()
-    handler_names = [name for name in signature(build_server).parameters if name.endswith("_handler")]
-    handlers: dict[str, Any] = dict.fromkeys(handler_names)
-    handlers["chat_handler"] = guard_handler(ChatCompletionHandler(manager, state), model, pinned)
-    handlers["response_handler"] = guard_handler(ResponseHandler(manager, state), model, pinned)
+    chat_handler = ChatCompletionHandler(manager, state)
+    response_handler = ResponseHandler(manager, state)
+    for handler in (chat_handler, response_handler):
+        guard_handler(handler, model, pinned_model)
+
+    # `build_server` takes a handler for each kind of request, such as `chat_handler`. Which kinds there are depends on
+    # the version of transformers. All handlers except the two above are `None`.
+    handlers: dict[str, Any] = {}
+    for name in signature(build_server).parameters:
+        if name.endswith("_handler"):
+            handlers[name] = None
+    handlers["chat_handler"] = chat_handler
+    handlers["response_handler"] = response_handler
     app = build_server(manager, generation_state=state, **handlers)
 
-    # Take out the routes that are not in `ROUTES`. The routes of the handlers that are `None` are among them.
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    # `build_server` adds the routes of all handlers, also of those that are `None`.
+    kept_routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    app.router.routes[:] = kept_routes
 
     @app.exception_handler(HTTPException)
     def report_refusal(request: Any, error: HTTPException) -> JSONResponse:
@@ -107,54 +122,59 @@ def build_app(model: str, revision: str) -> Any:
     return app
 
 
-def guard_handler(handler: Any, model: str, pinned: str) -> Any:
+def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
     """Change one of transformers' handlers so that it reads no files of this machine.
 
-    It refuses requests that name files, and answers requests that it can't read with status 400 instead of 500.
+    The handler then refuses requests that name files. It answers requests that it can't read with status 400, where
+    transformers' own answer would have status 500.
 
     Args:
-        handler: The handler that answers the requests of a route.
+        handler: The handler, which answers the requests of a route. It is changed in place.
         model: The name by which clients may ask for the model.
-        pinned: The name by which transformers knows the model.
+        pinned_model: The name by which transformers knows the model, with the revision.
     """
     from starlette.exceptions import HTTPException
 
-    handle = handler.handle_request
+    handle_unguarded = handler.handle_request
 
     async def handle_guarded(body: dict[str, Any], request_id: str) -> Any:
         for field in REFUSED_FIELDS:
             if body.get(field) is not None:
                 raise HTTPException(400, f"{field}: not accepted")
 
-        # If a request lacks the field, OpenAI's API doesn't stream. transformers does, at /v1/responses.
+        # Without the field "stream", OpenAI's API doesn't stream its answer, but transformers does at /v1/responses.
         request = {"stream": False, **body}
         if request.get("model") == model:
-            request["model"] = pinned
+            request["model"] = pinned_model
         try:
-            return await handle(request, request_id)
+            return await handle_unguarded(request, request_id)
         except (ValueError, OSError) as error:
-            # `read_messages` refuses files by a UserError, which is a ValueError. Pillow, the HTTP client and
-            # transformers raise both types for pictures and text that they can't read.
+            # The handler calls `read_messages`, which refuses files by a UserError; this is a ValueError. Pillow, the
+            # HTTP client and transformers raise both types for pictures and text that they can't read.
             raise HTTPException(400, str(error)) from error
 
     handler.handle_request = handle_guarded
     handler.get_processor_inputs_from_messages = read_messages
-    return handler
 
 
 def read_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
-    """Turn a request's messages into the processor's, as transformers does, and refuse files.
+    """Turn a request's messages into messages for the processor, as transformers does, but refuse files.
+
+    Args:
+        messages: The messages in OpenAI's form.
+        modality: transformers' name for the kind of model, such as a model of text and pictures.
 
     Raises:
         UserError: for a part that is neither text nor a picture, and for a picture that is named by a path.
     """
     from transformers.cli.serving.utils import BaseHandler
 
+    # Each part of the result has a "type". A picture has a "url", which holds the URL, the base64 text or a path.
     processor_messages = BaseHandler.get_processor_inputs_from_messages(messages, modality)
     for message in processor_messages:
         for part in message["content"]:
             is_known = part["type"] in ("text", "image")
-            is_path = "url" in part and not str(part["url"]).startswith(("data:", "http://", "https://"))
+            is_path = "url" in part and not str(part["url"]).startswith(PICTURE_PREFIXES)
             if is_path or not is_known:
                 raise UserError("messages: only text, and pictures as http(s) URL or base64; files are not read")
     return processor_messages

@@ -1,4 +1,4 @@
-"""Verify a release by using it as anyone would: download it into an empty cache, and run the card's snippets."""
+"""Verify a published release as a user would use it: download it into an empty cache, and run the card's snippets."""
 
 import os
 import re
@@ -12,18 +12,19 @@ from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import UserError
-from hub_cards.contents import CARD
+from hub_cards.contents import CARD_FILE
 from hub_cards.push import HUB_FILES
 from hub_cards.release import read_release
 
 
-SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A Python block of the card. The group is the block's code.
+SNIPPET_PATTERN = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
-# Environment variables that begin with these can give the Hub's client and transformers a token, a cache or a mode.
-# The snippets run without these variables, except for the two in `PASSED_ON`, which say where the Hub is and how to
-# download.
+# Environment variables that begin with these prefixes are settings of the Hub's client and of transformers, such as a
+# token or a cache. The snippets run without them.
 HIDDEN_PREFIXES = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
-PASSED_ON = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")
+# These variables are passed on nevertheless. They say where the Hub is, and how to download from it.
+PASSED_ON_VARIABLES = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Verdict:
     Attributes:
         num_files: Number of downloaded files that were compared with the Hub's hashes.
         printed: What the card's snippets printed.
-        problems: What is wrong with the release; empty if it is verified.
+        problems: What is wrong with the release; empty if nothing is.
     """
 
     num_files: int
@@ -47,38 +48,37 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
     Args:
         repo_id: The repository, owner/name.
         revision: The release's tag.
-        folder: The release folder that was pushed, to compare with the repository.
+        folder: The release folder that was pushed. If it is given, it is compared with the repository.
 
     Raises:
-        UserError: if the repository can't be read without a token and there is none, if its card has no snippet, or
-            if the folder was built for another repository or tag. Other errors of the Hub's client, such as for an
+        UserError: if the repository can't be read without a token and there is no token, if its card has no snippet,
+            or if the folder was built for another repository or tag. Other errors of the Hub's client, such as for an
             unknown tag, are raised as they are.
     """
     if folder is not None:
         require_same_release(folder, repo_id, revision)
 
     with tempfile.TemporaryDirectory() as home:
-        # The snippets run with `home` as HF_HOME, so the Hub's client looks for the download in `hub` inside it.
+        # The snippets find the download because they run with `home` as HF_HOME, and the Hub's client has its cache in
+        # the folder `hub` of HF_HOME.
         cache = Path(home) / "hub"
         snapshot, token = download_release(repo_id, revision, cache)
+
         api = HfApi(token=token)
         comparison = api.verify_repo_checksums(repo_id, revision=revision, cache_dir=cache)
         problems = [f"{entry['path']}: was downloaded with another hash" for entry in comparison.mismatches]
+
         if folder is not None:
             problems += compare_with_folder(repo_id, revision, folder, api)
 
-        completed = run_snippets(snapshot / CARD, Path(home), token)
+        completed = run_snippets(snapshot / CARD_FILE, Path(home), token)
         if completed.returncode != 0:
             problems.append(f"the card's snippet fails: {describe_failure(completed)}")
-        return Verdict(comparison.checked_count, completed.stdout.strip(), problems)
-
-
-def describe_failure(completed: subprocess.CompletedProcess[str]) -> str:
-    """The last line that a failed process wrote to stderr, or its exit status if it wrote nothing."""
-    lines = completed.stderr.strip().splitlines()
-    if not lines:
-        return f"exit status {completed.returncode}"
-    return lines[-1]
+        return Verdict(
+            num_files=comparison.checked_count,
+            printed=completed.stdout.strip(),
+            problems=problems,
+        )
 
 
 def require_same_release(folder: Path, repo_id: str, revision: str) -> None:
@@ -92,26 +92,30 @@ def download_release(repo_id: str, revision: str, cache: Path) -> tuple[Path, st
     """Download a repository, without a token if that is possible.
 
     Returns:
-        The folder of the download, and the token that it needed; `False` if it needed none.
+        The folder of the download, and the token that the download needed. The token is `False` if no token was
+        needed, by which the Hub's client knows not to send any.
 
     Raises:
-        UserError: if the repository can't be read without a token, and there is none. Other errors of the Hub's
-            client are raised as they are; the command turns them into a line.
+        UserError: if the repository can't be read without a token, and there is no token. Other errors of the Hub's
+            client are raised as they are.
     """
     try:
-        return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=False)), False
+        snapshot = snapshot_download(repo_id, revision=revision, cache_dir=cache, token=False)
+        return Path(snapshot), False
     except (GatedRepoError, RepositoryNotFoundError) as error:
         token = get_token()
         if token is None:
             raise UserError(
                 f"{repo_id} does not exist, or is private or gated and needs a token: hf auth login."
             ) from error
-    return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token)), token
+
+    snapshot = snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token)
+    return Path(snapshot), token
 
 
 def compare_with_folder(repo_id: str, revision: str, folder: Path, api: HfApi) -> list[str]:
-    """The differences between the repository and the release folder."""
-    # The client speaks of the folder's files: "extra" ones are only in the folder, "missing" ones only on the Hub.
+    """How the repository differs from the release folder, as messages that each name a file."""
+    # The client calls files "extra" if they are only in the folder, and "missing" if they are only on the Hub.
     comparison = api.verify_repo_checksums(repo_id, revision=revision, local_dir=folder)
     only_on_hub = sorted(set(comparison.missing_paths) - HUB_FILES)
 
@@ -122,24 +126,37 @@ def compare_with_folder(repo_id: str, revision: str, folder: Path, api: HfApi) -
 
 
 def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.CompletedProcess[str]:
-    """Run a card's snippets, one after the other, in a process whose HF_HOME is `home`, with its cache in `home/hub`.
+    """Run a card's snippets, one after the other, in a new process.
+
+    Args:
+        card: The file of the card.
+        home: The process's HF_HOME.
+        token: The token that the process gets; `False` for none.
 
     Raises:
         UserError: if the card has no snippet.
     """
-    snippets = SNIPPET.findall(card.read_text(encoding="utf-8"))
+    snippets = SNIPPET_PATTERN.findall(card.read_text(encoding="utf-8"))
     if not snippets:
-        raise UserError(f"{CARD} of the repository has no Python snippet to run.")
+        raise UserError(f"{CARD_FILE} of the repository has no Python snippet to run.")
 
     environment = {}
     for name, value in os.environ.items():
-        if name in PASSED_ON or not name.startswith(HIDDEN_PREFIXES):
+        if name in PASSED_ON_VARIABLES or not name.startswith(HIDDEN_PREFIXES):
             environment[name] = value
     environment["HF_HOME"] = str(home)
     if token:
         environment["HF_TOKEN"] = str(token)
 
-    # -I leaves out the working folder and PYTHONPATH, by which a checkout of this repository could be imported instead
-    # of the release's own files. An editable installation of it would still be found.
+    # -I leaves out the working folder and PYTHONPATH, so that a copy of this project's source code isn't imported
+    # instead of the release's own files. If the project is installed, its code is still found.
     command = [sys.executable, "-I", "-c", "\n".join(snippets)]
     return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
+
+
+def describe_failure(completed: subprocess.CompletedProcess[str]) -> str:
+    """The last line that a failed process wrote to stderr, or its exit status if it wrote nothing."""
+    lines = completed.stderr.strip().splitlines()
+    if not lines:
+        return f"exit status {completed.returncode}"
+    return lines[-1]

@@ -1,4 +1,7 @@
-"""Read the weights of a model folder once, to count them in each part and to find those that are not finite."""
+"""Read the weight files of a model: count the weights of each part, and find tensors with values that are not finite.
+
+Each file is read only once, since the files of a large model take long to read.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,9 +15,9 @@ from common.files import WEIGHT_FILES, hash_files
 from hub_cards.contents import WEIGHTS_INDEX, read_json
 
 
-# The names of the tensors of the norm after the projector begin with this.
+# The beginning of the names of the tensors of the norm after the projector.
 NORM_PREFIX = "model.multi_modal_projector.norm."
-# The names of the tensors of key adapters contain this.
+# What all names of tensors of key adapters contain. Key adapters are low-rank adapters of the decoder's keys.
 KEY_ADAPTER = ".key_adapter."
 
 
@@ -24,7 +27,7 @@ class Weights:
 
     Attributes:
         file_hashes: SHA-256 hash of each weight file, by the file's name.
-        counts: Number of weights in each part of the model, as [`name_part`] names it.
+        counts: Number of weights in each part of the model. [`name_part`] gives the parts' names.
         dtypes: Number of weights of each dtype.
         not_finite: Names of tensors with NaN or infinite values.
     """
@@ -34,50 +37,56 @@ class Weights:
     dtypes: Counter[str] = field(default_factory=Counter)
     not_finite: list[str] = field(default_factory=list)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Count one tensor's weights, and check that they are finite."""
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Count a tensor's weights, and check that they are finite."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
         self.counts[name_part(name)] += tensor.numel()
-        self.dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        self.dtypes[dtype] += tensor.numel()
         if tensor.is_floating_point() and not tensor.isfinite().all():
             self.not_finite.append(name)
 
 
 def read_weights(folder: Path) -> Weights:
-    """Read every weight file of a folder.
+    """Read all weight files of a folder.
 
     Raises:
-        UserError: if there is no weight file, a file can't be read, or the index names other files.
+        UserError: if there is no weight file, if a file can't be read, or if the index names other files.
     """
     weights = Weights(file_hashes=hash_files(folder, WEIGHT_FILES))
     if not weights.file_hashes:
         raise UserError(f"{folder / 'model.safetensors'} is missing: the folder holds no complete model.")
-    require_indexed_files(folder, set(weights.file_hashes))
+    check_index(folder, file_names=set(weights.file_hashes))
 
-    for name in weights.file_hashes:
-        path = folder / name
+    for file_name in weights.file_hashes:
+        path = folder / file_name
         try:
             with safe_open(path, framework="pt") as file:
                 for tensor_name in file.keys():  # noqa: SIM118 - the file can't be iterated
-                    weights.add(tensor_name, file.get_tensor(tensor_name))
+                    weights.add_tensor(tensor_name, file.get_tensor(tensor_name))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} can't be read ({error}).") from error
     return weights
 
 
-def require_indexed_files(folder: Path, present: set[str]) -> None:
-    """Raises `UserError` if the index of a sharded model doesn't name exactly the weight files that are present."""
+def check_index(folder: Path, file_names: set[str]) -> None:
+    """Raises `UserError` if a sharded model's index doesn't name exactly the folder's weight files."""
     path = folder / WEIGHTS_INDEX
     if not path.exists():
         return
 
-    indexed = set(read_json(path)["weight_map"].values())
-    different = sorted(indexed.symmetric_difference(present))
-    if different:
-        raise UserError(f"{folder / different[0]}: the folder's weight files are not those of its index.")
+    # The index maps the name of each tensor to the name of the file that holds it.
+    indexed_names = set(read_json(path)["weight_map"].values())
+    different_names = sorted(indexed_names.symmetric_difference(file_names))
+    if different_names:
+        raise UserError(f"{folder / different_names[0]}: the folder's weight files are not those of its index.")
 
 
 def name_part(tensor_name: str) -> str:
-    """The name of the model's part that a tensor belongs to, such as "vision_tower"."""
+    """The name of the model's part that a tensor belongs to.
+
+    It is "norm", "key_adapter", or the name of a module, such as "vision_tower" for
+    "model.vision_tower.encoder.layers.0.mlp.fc1.weight".
+    """
     if tensor_name.startswith(NORM_PREFIX):
         return "norm"
     if KEY_ADAPTER in tensor_name:

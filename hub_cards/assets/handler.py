@@ -1,8 +1,15 @@
 """Answer chat messages with base64 pictures on the Hub's Inference Endpoints.
 
-A request is `{"inputs": [messages], "parameters": {"max_new_tokens": 256, "temperature": 0.0}}`; a message's content
-is text or a list of `{"type": "text", "text": ...}` and `{"type": "image", "image": "data:image/png;base64,..."}`.
-Paths and URLs are refused, so that nobody can read files or internal networks through the endpoint.
+A request looks like this:
+
+    {
+        "inputs": [{"role": "user", "content": ...}],
+        "parameters": {"max_new_tokens": 256, "temperature": 0.0}
+    }
+
+The content of a message is a text, or a list of parts. A part is `{"type": "text", "text": ...}` or
+`{"type": "image", "image": "data:image/png;base64,..."}`. A picture can't be given as a path or a URL, so that nobody
+can read files or internal networks through the endpoint.
 """
 
 import base64
@@ -16,23 +23,27 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
-# An endpoint loads this file by its path, so Python doesn't look for `pixels.py` in this file's folder by itself.
+# An endpoint loads this file by its path. Without this line, Python would not find `pixels.py` in the same folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pixels import to_rgb
 
 
-# Pillow reads more formats, and for one of them, EPS, it starts a program.
+# The formats of pictures that are accepted. Pillow reads more formats, but for one of them, EPS, it starts a program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+PARAMETER_NAMES = ("max_new_tokens", "temperature")
+# The largest `max_new_tokens` that a request may set, and the number if it sets none.
 MAX_NEW_TOKENS = 1024
+DEFAULT_NEW_TOKENS = 256
 # Options of a greedy answer. They override the model's generation config, which may set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 class EndpointHandler:
-    """Loads the model in `path` and answers requests."""
+    """Answers requests with the model of a folder. An endpoint makes one object of this class and calls it."""
 
     def __init__(self, path: str = "") -> None:
+        """Load the model and the processor from the folder `path`."""
         self.model = AutoModelForImageTextToText.from_pretrained(
             path,
             dtype="auto",
@@ -43,10 +54,10 @@ class EndpointHandler:
 
     @torch.no_grad()
     def __call__(self, data: dict[str, Any]) -> dict[str, str]:
-        """Answer one conversation.
+        """Answer one request, whose messages are one conversation.
 
         Raises:
-            ValueError: for a request that is refused; it names the field and the reason.
+            ValueError: if the request is refused. The message names the field and the reason.
         """
         options = read_parameters(data.get("parameters") or {})
         messages = [read_message(message) for message in data["inputs"]]
@@ -56,10 +67,12 @@ class EndpointHandler:
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-        ).to(self.model.device, dtype=self.model.dtype)
+        )
+        inputs = inputs.to(self.model.device, dtype=self.model.dtype)
 
-        generated = self.model.generate(**inputs, **options)
-        answer = self.processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        generated = self.model.generate(**inputs, **options)  # [1, num_prompt_tokens + num_answer_tokens]
+        num_prompt_tokens = inputs["input_ids"].shape[1]
+        answer = self.processor.decode(generated[0, num_prompt_tokens:], skip_special_tokens=True)
         return {"generated_text": answer.strip()}
 
 
@@ -67,12 +80,13 @@ def read_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """A request's parameters as options of `generate`.
 
     Raises:
-        ValueError: if a parameter can't be set, or can't have this value.
+        ValueError: if a parameter is unknown, or can't have this value.
     """
-    max_new_tokens = parameters.get("max_new_tokens", 256)
+    max_new_tokens = parameters.get("max_new_tokens", DEFAULT_NEW_TOKENS)
     temperature = float(parameters.get("temperature", 0.0))
-    has_unknown = any(name not in ("max_new_tokens", "temperature") for name in parameters)
-    if has_unknown or not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens <= MAX_NEW_TOKENS:
+    has_unknown_name = any(name not in PARAMETER_NAMES for name in parameters)
+    has_valid_number = isinstance(max_new_tokens, int) and 1 <= max_new_tokens <= MAX_NEW_TOKENS
+    if has_unknown_name or not has_valid_number:
         raise ValueError(f"parameters: only max_new_tokens, from 1 to {MAX_NEW_TOKENS}, and temperature can be set")
 
     if temperature > 0:
@@ -81,16 +95,16 @@ def read_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its pictures decoded.
+    """A request's message in the form that the processor reads, with the pictures decoded.
 
     Raises:
-        ValueError: for a part that is neither text nor a picture.
+        ValueError: for a part that is neither text nor a picture, or a picture that can't be read.
     """
     content = message["content"]
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
 
-    # Only these fields of a part are handed on. The processor would open a `url` or a `path`.
+    # Only these fields of a part are passed on. If a part had a field `url` or `path`, the processor would open it.
     parts: list[dict[str, Any]] = []
     for part in content:
         if part["type"] == "text":
@@ -103,13 +117,16 @@ def read_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_image(value: str) -> Image.Image:
-    """A picture from base64, with or without `data:image/...;base64,` before it, in RGB as in training.
+    """Decode a picture from base64, and convert it to RGB as in training.
+
+    Args:
+        value: The base64 text, with or without a prefix such as "data:image/png;base64,".
 
     Raises:
-        ValueError: if the text is no such picture.
+        ValueError: if the text is not base64, or not a picture in one of the accepted formats.
     """
     try:
-        encoded = value.removeprefix("data:").split(";base64,")[-1]
+        encoded = value.removeprefix("data:").split(";base64,")[-1]  # what follows the prefix
         content = base64.b64decode(encoded, validate=True)
         return to_rgb(Image.open(BytesIO(content), formats=FORMATS))
     except Exception as error:  # Pillow raises many kinds of errors for invalid pictures

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from hub_cards.build import BuildOptions, build_release, save_picture
 from hub_cards.card import Prose
 from hub_cards.check import find_faults
-from hub_cards.facts import HUB_ID, collect_facts
-from hub_cards.licences import KNOWN, Licence
+from hub_cards.facts import HUB_ID_PATTERN, collect_facts
+from hub_cards.licences import KNOWN_LICENCES, Licence
 from hub_server import NAME, run_command
 from plants import WEIGHTS, change_weights, set_fields, split_weights, write_file
 
@@ -435,7 +435,7 @@ def test_the_recipes_bring_their_prose() -> None:
     for path in paths:
         recipe_prose = Prose(**yaml.safe_load(path.read_text()))
         for dataset in recipe_prose.datasets:
-            assert HUB_ID.fullmatch(dataset)
+            assert HUB_ID_PATTERN.fullmatch(dataset)
 
 
 @pytest.mark.parametrize(
@@ -514,7 +514,9 @@ def test_a_licence_can_be_given(run: Path, build_card: Callable[..., str], tmp_p
 def test_two_licences_other_than_apaches_are_refused(
     run: Path, build_card: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(KNOWN, "google/gemma-2b", Licence("gemma", "Gemma Terms of Use", "https://ai.google.dev"))
+    monkeypatch.setitem(
+        KNOWN_LICENCES, "google/gemma-2b", Licence("gemma", "Gemma Terms of Use", "https://ai.google.dev")
+    )
     name_parts(run, "google/gemma-2b", LLAMA)
     with pytest.raises(ValueError, match=r"under the Gemma Terms of Use and the Llama 3\.2 Community"):
         build_card(run)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hub_cards.build import BuildOptions, build_release
-from hub_cards.check import TOKEN, find_faults, find_model_faults
+from hub_cards.check import TOKEN_PATTERN, find_faults, find_model_faults
 from hub_cards.weights import read_weights
 from plants import CONFIG, Plant, append_text, change_weights, delete_file, set_fields, split_weights, write_file
 
@@ -121,5 +121,5 @@ def test_every_family_as_composed_has_no_faults(vision: str, text: str, composed
 
 
 def test_a_token_is_told_from_a_name_that_begins_like_one() -> None:
-    assert TOKEN.search(SECRET)
-    assert not TOKEN.search("hf_hub_download")
+    assert TOKEN_PATTERN.search(SECRET)
+    assert not TOKEN_PATTERN.search("hf_hub_download")

@@ -64,4 +64,4 @@ def test_training_before_the_adapters_were_added_is_recorded(
     set_fields("run.json", arguments={"stage": "adapt", "model_name_or_path": str(with_adapters)})(run)
 
     facts = collect_facts(run)
-    assert [stage.stage for stage in facts.stages] == ["instruct", "adapt"]
+    assert [stage.name for stage in facts.stages] == ["instruct", "adapt"]

@@ -23,7 +23,7 @@ from hub_cards.contents import ASSETS
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-SPACE = ASSETS / "space"
+SPACE_FOLDER = ASSETS / "space"
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,7 +51,7 @@ def test_its_values_are_those_of_the_diagnostics(
     # The letter "x" becomes an attention sink: its embedding is very long. The question below has two.
     (letter_id,) = processor.tokenizer("x", add_special_tokens=False)["input_ids"]
     model.get_input_embeddings().weight.data[letter_id] *= 1000
-    inputs = space.prepare(model, processor, picture, "what is xx?")
+    inputs = space.prepare_inputs(model, processor, picture, "what is xx?")
 
     tokens = classify_sample(inputs, token_ids(model, processor))
     with Probe(model, inputs, tokens) as probe, torch.no_grad():
@@ -60,7 +60,7 @@ def test_its_values_are_those_of_the_diagnostics(
     assert record.tokens.excluded["sink"].sum() == 2
     summary = Summary.of(measure_layers([record]))
 
-    measured = space.measure(model, processor, inputs)
+    measured = space.measure_layers(model, processor, inputs)
     # The diagnostics' name of the modality "image" is "visual".
     for modality, diagnostics_modality in (("image", "visual"), ("text", "text")):
         norms = summary.curve("norm", diagnostics_modality)["mean"].tolist()
@@ -70,14 +70,14 @@ def test_its_values_are_those_of_the_diagnostics(
 
 
 def test_without_the_norm_image_tokens_enter_as_the_norm_gets_them(space: ModuleType, picture: Image.Image) -> None:
-    inputs = space.prepare(space.model, space.processor, picture, "what is it?")
+    inputs = space.prepare_inputs(space.model, space.processor, picture, "what is it?")
     without_norm = space.measure_without_norm(inputs)
 
     # The hook runs only if the norm is in its place again.
     norm_inputs: list[torch.Tensor] = []
     norm = space.model.base_model.multi_modal_projector.norm
     with norm.register_forward_pre_hook(lambda norm, args: norm_inputs.append(args[0])):
-        with_norm = space.measure(space.model, space.processor, inputs)
+        with_norm = space.measure_layers(space.model, space.processor, inputs)
 
     (projected,) = norm_inputs
     assert without_norm["norm"]["image"][0] == pytest.approx(projected.norm(dim=-1).mean().item(), rel=1e-5)
@@ -134,7 +134,7 @@ def test_a_transparent_picture_gets_a_white_ground_over_http(
         client.predict(handle_file(tmp_path / "writing.png"), "what is it?", api_name="/answer")
 
     on_white = to_rgb(writing)
-    expected = space.prepare(space.model, space.processor, on_white, "what is it?")["pixel_values"]
+    expected = space.prepare_inputs(space.model, space.processor, on_white, "what is it?")["pixel_values"]
     assert torch.equal(tower_inputs[0], expected)
 
 
@@ -145,8 +145,8 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def test_its_pins_are_what_the_tests_run_with() -> None:
-    pins = read_pins(SPACE / "requirements.txt")
+    pins = read_pins(SPACE_FOLDER / "requirements.txt")
     tested = read_pins(ROOT / "constraints.txt")
     for package, version in pins.items():
         assert tested[package] == version
-    assert metadata_load(SPACE / "README.md")["sdk_version"] == pins["gradio"]
+    assert metadata_load(SPACE_FOLDER / "README.md")["sdk_version"] == pins["gradio"]

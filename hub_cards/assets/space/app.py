@@ -1,19 +1,23 @@
-"""A page to ask the model about a picture. It also draws how the tokens change through the layers."""
+"""A web page on which users ask the model about a picture. It also shows how the layers change the tokens.
+
+`layers.py` and `pixels.py` lie beside this file on the Space.
+"""
 
 import os
 from typing import Any
 
 import gradio as gr
 import torch
-from layers import Measured, draw, measure
+from layers import LayerMeans, draw_layers, measure_layers
 from PIL import Image
 from pixels import to_rgb
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
 MAX_NEW_TOKENS = 256
-# Options of a greedy answer. They override the model's generation config, which may set penalties.
+# Options of `generate` for a greedy answer. The model's generation config may set penalties, which these override.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+# The text below the figure.
 CAPTION = (
     "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
     "last, of the last layer's output. Turning: between a layer's input and output. "
@@ -40,21 +44,24 @@ processor = AutoProcessor.from_pretrained(MODEL, revision=REVISION, trust_remote
 
 @torch.no_grad()
 def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
-    """The model's greedy answer to a question, and the figure of its tokens."""
+    """The model's greedy answer to a question about a picture, and the figure of the question's tokens."""
     if picture is None or not question.strip():
         raise gr.Error("A picture and a question are needed.")
     try:
-        inputs = prepare(model, processor, to_rgb(picture), question)
-    except ValueError as error:  # a question that contains the image token's text, for example
+        inputs = prepare_inputs(model, processor, to_rgb(picture), question)
+    except ValueError as error:  # the question contains the text of the image token, for example
         raise gr.Error(f"The question can't be asked: {error}") from error
 
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
-    text = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    figure = draw(measure(model, processor, inputs), measure_without_norm(inputs))
-    return text.strip(), figure
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    text = processor.decode(generated[0, num_prompt_tokens:], skip_special_tokens=True)
+
+    with_norm = measure_layers(model, processor, inputs)
+    without_norm = measure_without_norm(inputs)
+    return text.strip(), draw_layers(with_norm, without_norm)
 
 
-def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
+def prepare_inputs(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
     """A model's inputs for a picture and a question."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
     inputs = processor.apply_chat_template(
@@ -67,15 +74,15 @@ def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> 
     return inputs.to(model.device, dtype=model.dtype)
 
 
-def measure_without_norm(inputs: Any) -> Measured | None:
-    """Measure the model as it is without the norm after its projector; `None` if it has no such norm."""
+def measure_without_norm(inputs: Any) -> LayerMeans | None:
+    """Measure the layers as if there were no norm after the projector; `None` if the model has no such norm."""
     if model.config.projector_norm == "none":
         return None
 
-    # The hook replaces the norm's output by its input, during this one pass.
+    # The hook replaces the norm's output by its input as long as the `with` lasts.
     norm = model.base_model.multi_modal_projector.norm
-    with norm.register_forward_hook(lambda norm, args, output: args[0]):
-        return measure(model, processor, inputs)
+    with norm.register_forward_hook(lambda module, args, output: args[0]):
+        return measure_layers(model, processor, inputs)
 
 
 with gr.Blocks(title=NAME) as demo:
@@ -84,14 +91,19 @@ with gr.Blocks(title=NAME) as demo:
         "the norm of image and text tokens where they enter each layer, and how far the layer turns them."
     )
     with gr.Row():
-        picture = gr.Image(label="Picture", type="pil", image_mode=None, height=320)
+        picture_input = gr.Image(label="Picture", type="pil", image_mode=None, height=320)
         with gr.Column():
-            question = gr.Textbox(label="Question", max_lines=6, placeholder="What is in the picture?")
-            ask = gr.Button("Ask", variant="primary")
-            reply = gr.Textbox(label="Answer", lines=4)
-    figure = gr.Plot(show_label=False)
+            question_box = gr.Textbox(label="Question", max_lines=6, placeholder="What is in the picture?")
+            ask_button = gr.Button("Ask", variant="primary")
+            answer_box = gr.Textbox(label="Answer", lines=4)
+    plot = gr.Plot(show_label=False)
     gr.Markdown(CAPTION)
-    gr.on([ask.click, question.submit], answer, [picture, question], [reply, figure])
+    gr.on(
+        triggers=[ask_button.click, question_box.submit],
+        fn=answer,
+        inputs=[picture_input, question_box],
+        outputs=[answer_box, plot],
+    )
 demo.queue(max_size=20)
 
 if __name__ == "__main__":

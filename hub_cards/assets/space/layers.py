@@ -1,4 +1,7 @@
-"""Measure and draw the L2 norm and the turning of a question's tokens at each layer, as the diagnostics do."""
+"""Measure and draw the L2 norm and the turning of a question's tokens at each layer, as the diagnostics do.
+
+The turning of a token at a layer is 1 - cosine of the layer's input and output for this token.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,55 +15,58 @@ from matplotlib.ticker import MaxNLocator
 # A token is an attention sink if its norm is more than this many times the median norm of its modality.
 SINK_FACTOR = 10.0
 COLOURS = {"image": "#d55e00", "text": "#0072b2"}
-PANELS = {"norm": "L2 norm of tokens", "turning": "turning, 1 − cosine"}
-# A value for each layer, by panel ("norm", "turning"), then by modality ("image", "text").
-Measured = dict[str, dict[str, list[float]]]
+# A mean for each layer, by measure ("norm", "turning"), then by modality ("image", "text").
+LayerMeans = dict[str, dict[str, list[float]]]
 
 
-def measure(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> Measured:
-    """Means over the image tokens and over the text tokens of one question, without special tokens and sinks.
+def measure_layers(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> LayerMeans:
+    """Measure means over the image tokens and over the text tokens of one question, without special tokens and sinks.
 
-    The norm is that of each layer's input and, as the last value, of the last layer's output. The turning of a layer
-    is 1 - cosine of its input and output.
+    The norm is that of each layer's input and, as the last value, of the last layer's output.
     """
     norms, turning = run_layers(model, inputs)  # [num_layers + 1, num_tokens], [num_layers, num_tokens]
-    input_ids = inputs["input_ids"][0].cpu()
+    input_ids = inputs["input_ids"][0].cpu()  # [num_tokens]
     is_image = input_ids == model.config.image_token_id
-    masks = {"image": is_image, "text": ~is_image & ~is_special_token(processor, input_ids)}
+    is_text = ~is_image & ~is_special_token(processor, input_ids)
 
-    measured: Measured = {"norm": {}, "turning": {}}
-    for modality, mask in masks.items():
-        kept = without_sinks(norms, mask)
-        measured["norm"][modality] = norms[:, kept].mean(dim=1).tolist()
-        measured["turning"][modality] = turning[:, kept].mean(dim=1).tolist()
-    return measured
+    means: LayerMeans = {"norm": {}, "turning": {}}
+    for modality, mask in (("image", is_image), ("text", is_text)):
+        mask = without_sinks(norms, mask)
+        means["norm"][modality] = norms[:, mask].mean(dim=1).tolist()
+        means["turning"][modality] = turning[:, mask].mean(dim=1).tolist()
+    return means
 
 
 @torch.no_grad()
 def run_layers(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the model once, and record norm and turning of every token at each layer.
+    """Run the model once, and measure the norm and the turning of every token at each layer.
 
     Returns:
         Norms, `(num_layers + 1, num_tokens)`, and turning, `(num_layers, num_tokens)`.
     """
-    entering: list[torch.Tensor] = []
-    leaving: list[torch.Tensor] = []
+    # An entry for each layer, `(num_tokens,)`.
+    input_norms: list[torch.Tensor] = []
+    output_norms: list[torch.Tensor] = []
     turning: list[torch.Tensor] = []
 
-    def record(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        after = output if isinstance(output, torch.Tensor) else output[0]
-        before = args[0] if args else kwargs["hidden_states"]
-        after = after[0].float()  # [num_tokens, hidden_size]
-        before = before[0].to(after)  # to the same device and dtype
-        entering.append(before.norm(dim=-1).cpu())
-        leaving.append(after.norm(dim=-1).cpu())
+    def measure_layer(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # Depending on the model, a layer gets its input by position or by name, and returns a tensor or a tuple.
+        layer_input = args[0] if args else kwargs["hidden_states"]
+        layer_output = output if isinstance(output, torch.Tensor) else output[0]
+
+        after = layer_output[0].float()  # [num_tokens, hidden_size]
+        before = layer_input[0].to(after)  # on the same device, with the same dtype
+        input_norms.append(before.norm(dim=-1).cpu())
+        output_norms.append(after.norm(dim=-1).cpu())
         turning.append(1 - torch.cosine_similarity(before, after, dim=-1).cpu())
 
     with ExitStack() as hooks:
         for layer in model.get_decoder().layers:
-            hooks.enter_context(layer.register_forward_hook(record, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(measure_layer, with_kwargs=True))
         model.base_model(**inputs)
-    return torch.stack([*entering, leaving[-1]]), torch.stack(turning)
+
+    norms = [*input_norms, output_norms[-1]]
+    return torch.stack(norms), torch.stack(turning)
 
 
 def is_special_token(processor: Any, input_ids: torch.Tensor) -> torch.Tensor:
@@ -74,26 +80,39 @@ def is_special_token(processor: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def without_sinks(norms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A modality's mask, `(num_tokens,)`, without the tokens that are attention sinks after any layer."""
-    norms_after_layers = norms[1:, mask]  # [num_layers, tokens of the modality]
-    medians = norms_after_layers.median(dim=-1, keepdim=True).values
-    is_sink = (norms_after_layers > SINK_FACTOR * medians).any(dim=0)
+    """The mask of a modality, `(num_tokens,)`, without the tokens that are attention sinks after any layer."""
+    norms_after_layers = norms[1:, mask]  # [num_layers, num_tokens_of_modality]
+    medians = norms_after_layers.median(dim=-1, keepdim=True).values  # [num_layers, 1]
+    is_sink = (norms_after_layers > SINK_FACTOR * medians).any(dim=0)  # [num_tokens_of_modality]
 
-    kept = mask.clone()
-    kept[mask] = ~is_sink
-    return kept
+    # `is_sink` has an entry for each token of the modality, which are the tokens that `mask` selects.
+    new_mask = mask.clone()
+    new_mask[mask] = ~is_sink
+    return new_mask
 
 
-def draw(with_norm: Measured, without_norm: Measured | None) -> Figure:
-    """Draw both panels. Dashed lines show the model without its norm, if it has one."""
+def draw_layers(with_norm: LayerMeans, without_norm: LayerMeans | None) -> Figure:
+    """Draw the norm in one panel and the turning in another.
+
+    Args:
+        with_norm: The means of the model as it is.
+        without_norm: The means without the norm after the projector, drawn as dashed lines; `None` if the model has
+            no such norm.
+    """
     figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axis, (panel, label) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
+    norm_panel, turning_panel = figure.subplots(1, 2)
+    norm_panel.set(ylabel="L2 norm of tokens", yscale="log")
+    turning_panel.set(ylabel="turning, 1 − cosine")
+
+    for measure, panel in (("norm", norm_panel), ("turning", turning_panel)):
+        panel.set_xlabel("layer")
+        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         for modality, colour in COLOURS.items():
-            axis.plot(with_norm[panel][modality], label=modality, color=colour, marker=".")
+            panel.plot(with_norm[measure][modality], label=modality, color=colour, marker=".")
             if without_norm is not None:
-                name = f"{modality}, without norm"
-                axis.plot(without_norm[panel][modality], label=name, color=colour, marker=".", linestyle="--")
-        axis.set(xlabel="layer", ylabel=label, yscale="log" if panel == "norm" else "linear")
-        axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axis.legend(frameon=False)
+                label = f"{modality}, without norm"
+                panel.plot(without_norm[measure][modality], label=label, color=colour, marker=".", linestyle="--")
+
+    # Both panels have the same lines, so one legend is enough.
+    turning_panel.legend(frameon=False)
     return figure

@@ -3,8 +3,8 @@
     python -m examples.emoji.evaluate
 
 To compare, linear probes on the features of the vision encoder alone are tested on the same drawings. The command
-writes report.json and answers.png into the model's folder. It writes the main results into evaluation.json there, which
-the model's card is made from.
+writes report.json and answers.png into the model's folder. The main results also go into the folder's evaluation.json,
+from which the model's card is made.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Shows a model's answers: draws a figure of pictures with answers, and records scores for the model's card."""
+"""Draws a figure of pictures with a model's answers, and records the model's scores for its card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,20 +18,21 @@ def draw_answers(
 
     Args:
         images: The eight pictures.
-        titles: A text above each picture.
-        mistakes: A text below each picture, in red; empty if the model was right.
+        titles: For each picture, the text above it.
+        mistakes: For each picture, the text below it, in red. It is empty if the model's answer is right.
         path: File of the figure.
         credit: Who drew the pictures.
     """
     figure, axes = plt.subplots(2, 4, figsize=(10, 6))
     for axis, image, title, mistake in zip(axes.flat, images, titles, mistakes, strict=True):
+        title_colour = "firebrick" if mistake else "black"
         axis.imshow(image)
-        axis.set_title(title, color="firebrick" if mistake else "black", fontsize=11)
+        axis.set_title(title, color=title_colour, fontsize=11)
         axis.set_xlabel(mistake, color="firebrick")
         axis.set(xticks=[], yticks=[], frame_on=False)
 
     figure.text(0.5, 0.01, credit, ha="center", fontsize=7, color="gray")
-    figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)
+    figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)  # the lowest 3% are left to the credit
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -42,20 +43,23 @@ def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) ->
     Args:
         folder: Folder of the model.
         command: The command that measured the shares.
-        rows: The other fields of [`~evaluation.record.Evaluation`]. The standard error is computed here.
+        rows: For each share, the fields of [`~evaluation.record.Evaluation`] that this function doesn't fill in.
+            `value` is the share, and `n` is the number of answers.
     """
     weights = weights_fingerprint(folder)
     evaluations = []
     for row in rows:
         share = row["value"]
-        error = (share * (1 - share) / row["n"]) ** 0.5
-        evaluations.append(
-            Evaluation(
-                **row,
-                metric="exact_match",
-                standard_error=error or None,  # 0 would be wrong if all answers are right, or all are wrong
-                command=command,
-                weights=weights,
-            )
+        standard_error: float | None = (share * (1 - share) / row["n"]) ** 0.5
+        if standard_error == 0:
+            # All answers are right, or all are wrong. An error of 0 would claim that the share is certain.
+            standard_error = None
+        evaluation = Evaluation(
+            **row,
+            metric="exact_match",
+            standard_error=standard_error,
+            command=command,
+            weights=weights,
         )
+        evaluations.append(evaluation)
     write_evaluations(folder, evaluations)

@@ -1,4 +1,4 @@
-"""Runs the steps of an example, each in a process of its own, and skips the steps that are done."""
+"""Runs the steps of an example. Each step runs in its own process, and steps that are done are skipped."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]  # the root of the repository
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Step:
     """A step of an example.
 
     Attributes:
-        title: A title that says what the step makes.
-        command: The words after `python`. The command runs in the repository's root.
-        last_files: The files that the step writes last, relative to the root. A step without them is always run.
+        title: What the step makes.
+        command: The arguments of `python`. The command runs in the repository's root.
+        last_files: The files that the step writes last, relative to the root. Where they exist, the step is done.
     """
 
     title: str
@@ -31,15 +31,17 @@ class Step:
 
     @property
     def is_done(self) -> bool:
-        """Whether all of `last_files` exist. A step without them is never done."""
-        return bool(self.last_files) and all((ROOT / path).exists() for path in self.last_files)
+        """Whether all of `last_files` exist. A step without `last_files` is never done, so it always runs."""
+        if not self.last_files:
+            return False
+        return all((ROOT / path).exists() for path in self.last_files)
 
 
 def run_steps(steps: Sequence[Step]) -> None:
-    """Run the steps that are not done, each in a process of its own.
+    """Run the steps that are not done, in their order.
 
     Raises:
-        SystemExit: if a step fails, or if its result is missing although a later step's result exists.
+        SystemExit: if a step fails, or if a step is not done although a later step is.
     """
     started = time.monotonic()
     for number, step in enumerate(steps, start=1):
@@ -47,39 +49,42 @@ def run_steps(steps: Sequence[Step]) -> None:
         if step.is_done:
             logger.info("      done already: %s", step.last_files[0].parent)
             continue
-        require_no_results(steps[number:])
+        require_no_files(steps[number:])  # the steps after this one, as `number` counts from 1
         run_step(step)
     logger.info("\n%.0f s in all", time.monotonic() - started)
 
 
-def require_no_results(later_steps: Sequence[Step]) -> None:
-    """Check that no later step has a result: it would have been made from one that is missing now.
+def require_no_files(later_steps: Sequence[Step]) -> None:
+    """Check that no later step has written its last files. They would be outdated once an earlier step runs again.
 
     Raises:
-        SystemExit: if a later step has one.
+        SystemExit: if a later step has written one of them.
     """
     outdated = []
     for step in later_steps:
-        outdated += [str(path.parent) for path in step.last_files if (ROOT / path).exists()]
+        for path in step.last_files:
+            if (ROOT / path).exists():
+                outdated.append(str(path.parent))
     if outdated:
-        raise SystemExit(f"Its result is missing, but {', '.join(outdated)} was made from it: remove that too.")
+        folders = ", ".join(outdated)
+        raise SystemExit(f"This step's result is missing, but {folders} was made from it: remove that too.")
 
 
 def run_step(step: Step) -> None:
     """Run a step, and print how long it took.
 
     Raises:
-        SystemExit: if it fails.
+        SystemExit: if the step fails.
     """
     environment = {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",  # a machine with a GPU gives the same numbers
+        "CUDA_VISIBLE_DEVICES": "",  # hides GPUs, so that every machine gives the same numbers
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine
     }
     started = time.monotonic()
-    status = subprocess.run([sys.executable, *step.command], cwd=ROOT, env=environment).returncode
-    if status != 0:
-        raise SystemExit("This step failed, as said above. The same command goes on from it.")
+    process = subprocess.run([sys.executable, *step.command], cwd=ROOT, env=environment)
+    if process.returncode != 0:
+        raise SystemExit("This step failed, as said above. Run the same command again to go on from this step.")
     logger.info("      %.0f s", time.monotonic() - started)

@@ -2,7 +2,7 @@
 
     python examples/digits/pretrain.py --data_dir runs/digits/data --output_dir runs/digits
 
-It writes two ordinary checkpoint folders. `vision/` is a small SigLIP encoder, trained to recognise digits and
+It writes two checkpoint folders of transformers. `vision/` is a small SigLIP encoder, trained to recognise digits and
 colours. `text/` is a small Qwen3 language model, trained on scenes in words and never on pictures.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from scenes import CELL, COLOURS, DIGITS, Row, draw_scene, render, split_digits
+from scenes import CELL, COLOURS, DIGITS, Row, make_random_scene, render, split_digits
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -45,12 +45,15 @@ VISION_WIDTH = 96
 VISION_STEPS = 500
 VISION_BATCH = 128
 VISION_RATE = 2e-3
+VISION_WARMUP = 30  # steps
 TEST_SCENES = 500  # scenes of unseen digits that the encoder is tested on
 
 TEXT_WIDTH = 128
 TEXT_STEPS = 700
 TEXT_BATCH = 16
 TEXT_RATE = 2e-3
+TEXT_WARMUP = 20  # steps
+TEXT_VOCABULARY = 420  # tokens: all single bytes, the special tokens, and every word of the scenes
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,12 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Train both backbones, and print how well they do."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = build_parser().parse_args(argv)
     rows = json.loads((args.data_dir / "text.json").read_text(encoding="utf-8"))
 
-    # Both models train at the same time with one thread each. Models this small train no faster with two.
+    # Both models train at the same time, in a process with one thread each. With two threads they wouldn't be faster.
     pool = ProcessPoolExecutor(
         max_workers=2,
         mp_context=multiprocessing.get_context("spawn"),
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class PatchClassifier(nn.Module):
-    """The encoder with two heads, which predict the digit and the colour behind each patch."""
+    """The encoder with two linear classifiers, which predict the digit and the colour that each patch is part of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,21 +97,21 @@ class PatchClassifier(nn.Module):
             num_hidden_layers=4,
             num_attention_heads=4,
             image_size=2 * CELL,
-            patch_size=CELL // 2,
+            patch_size=CELL // 2,  # a picture has 4 x 4 patches, and each digit covers 2 x 2 of them
             vision_use_head=False,
         )
         self.encoder = SiglipVisionModel(config)
-        self.heads = nn.ModuleDict({
+        self.classifiers = nn.ModuleDict({
             "digit": nn.Linear(VISION_WIDTH, len(DIGITS)),
             "colour": nn.Linear(VISION_WIDTH, len(COLOURS)),
         })  # fmt: skip
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The scores of the classes by head, `[num_scenes, num_patches, num_classes]`."""
-        # The hidden states before the final norm, which are those that Llava reads.
+        """The scores of the classes by classifier, `[num_scenes, num_patches, num_classes]`."""
+        # Llava reads the hidden states before the encoder's final norm, so these are trained.
         features = self.encoder(pixel_values, output_hidden_states=True).hidden_states[-1]
         normalised = nn.functional.layer_norm(features, (VISION_WIDTH,))
-        return {name: head(normalised) for name, head in self.heads.items()}
+        return {name: classifier(normalised) for name, classifier in self.classifiers.items()}
 
 
 class PatchBatch(NamedTuple):
@@ -116,11 +119,11 @@ class PatchBatch(NamedTuple):
 
     pixel_values: torch.Tensor
     labels: dict[str, torch.Tensor]
-    """By head: the class behind each patch, `[num_scenes, num_patches]`."""
+    """By classifier, the class of each patch, `[num_scenes, num_patches]`."""
 
 
 class PatchData:
-    """Draws batches of random scenes with the digits of a split."""
+    """Makes batches of random scenes with the digits of a split."""
 
     def __init__(self, processor: SiglipImageProcessor) -> None:
         self.processor = processor
@@ -128,9 +131,10 @@ class PatchData:
         self.sources = split_digits()
         self.rng = random.Random(1)
 
-    def draw(self, split: str, num_scenes: int) -> PatchBatch:
-        """Draw a batch of new scenes."""
-        scenes = [draw_scene(self.rng, self.sources[split], self.digits.target) for _ in range(num_scenes)]
+    def make_batch(self, split: str, num_scenes: int) -> PatchBatch:
+        """A batch of new scenes."""
+        sources = self.sources[split]
+        scenes = [make_random_scene(self.rng, sources, self.digits.target) for _ in range(num_scenes)]
         pictures = [render(scene, self.digits.images, self.rng) for scene in scenes]
         pixel_values = self.processor(pictures, return_tensors="pt")["pixel_values"]
 
@@ -145,16 +149,24 @@ class PatchData:
 
 
 def repeat_by_patch(cell_labels: list[list[int]]) -> torch.Tensor:
-    """The labels of a scene's 16 patches, `[num_scenes, 16]`, from those of its four cells of 2 x 2 patches."""
+    """Give each patch the label of its cell. A scene has four cells of 2 x 2 patches.
+
+    Args:
+        cell_labels: For each scene, the labels of its cells.
+
+    Returns:
+        The labels of the patches, `[num_scenes, 16]`.
+    """
     cells = torch.tensor(cell_labels).unflatten(1, (2, 2))  # [num_scenes, 2, 2]
-    return cells.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
+    patches = cells.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)  # [num_scenes, 4, 4]
+    return patches.flatten(1)
 
 
 def train_vision(output_dir: Path) -> str:
-    """Train the encoder and save it with its processor.
+    """Train the encoder, and save it with its processor.
 
     Returns:
-        A sentence with the share of unseen digits and colours that it recognises.
+        A sentence that says what share of unseen digits and of colours the encoder recognises.
     """
     set_seed(0)
     model = PatchClassifier()
@@ -162,24 +174,25 @@ def train_vision(output_dir: Path) -> str:
     data = PatchData(processor)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=VISION_RATE, weight_decay=0.05)
-    schedule = get_cosine_schedule_with_warmup(optimizer, 30, VISION_STEPS)
+    schedule = get_cosine_schedule_with_warmup(optimizer, VISION_WARMUP, VISION_STEPS)
     # There is no progress bar here, because the language model's is on the screen at the same time.
     for _ in range(VISION_STEPS):
-        batch = data.draw("train", VISION_BATCH)
+        batch = data.make_batch("train", VISION_BATCH)
         scores = model(batch.pixel_values)
         losses = []
         for name, labels in batch.labels.items():
-            losses.append(nn.functional.cross_entropy(scores[name].flatten(0, 1), labels.flatten()))
+            patch_scores = scores[name].flatten(0, 1)  # [num_scenes * num_patches, num_classes]
+            losses.append(nn.functional.cross_entropy(patch_scores, labels.flatten()))
         take_step(model, optimizer, schedule, losses)
 
     model.eval()
-    batch = data.draw("test", TEST_SCENES)
+    batch = data.make_batch("test", TEST_SCENES)
     with torch.no_grad():
         scores = model(batch.pixel_values)
     shares = {}
     for name, labels in batch.labels.items():
         is_right = scores[name].argmax(-1) == labels
-        shares[name] = is_right.float().mean()
+        shares[name] = is_right.float().mean().item()
 
     model.encoder.save_pretrained(output_dir)
     processor.save_pretrained(output_dir)
@@ -192,7 +205,7 @@ def take_step(
     schedule: torch.optim.lr_scheduler.LRScheduler,
     losses: list[torch.Tensor],
 ) -> None:
-    """Take a step of the optimizer on the sum of the losses."""
+    """Take one step of the optimizer on the sum of the losses."""
     optimizer.zero_grad()
     torch.stack(losses).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -218,7 +231,7 @@ def train_text(rows: list[Row], output_dir: Path) -> str:
         output_dir: Folder to write.
 
     Returns:
-        A sentence with the last losses.
+        A sentence with the losses of the last step.
     """
     set_seed(0)
     tokenizer = train_tokenizer(rows)
@@ -228,32 +241,36 @@ def train_text(rows: list[Row], output_dir: Path) -> str:
 
     rng = random.Random(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=TEXT_RATE, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = get_cosine_schedule_with_warmup(optimizer, 20, TEXT_STEPS)
+    schedule = get_cosine_schedule_with_warmup(optimizer, TEXT_WARMUP, TEXT_STEPS)
     for _ in tqdm(range(TEXT_STEPS), desc="Training the language model, and beside it the vision encoder"):
-        # Captions teach what answers need, to look up a place. They have batches of their own, because chats and
-        # captions have different lengths and padding takes as long as words.
-        chosen_chats = rng.sample(chats, TEXT_BATCH)
-        chosen_captions = rng.sample(captions, TEXT_BATCH)
-        losses = []
-        for chosen in (chosen_chats, chosen_captions):
-            losses.append(model(**pad_batch(chosen, tokenizer.pad_token_id), use_cache=False).loss)
-        take_step(model, optimizer, schedule, losses)
+        # Captions teach the model to look up a place in a description, which it needs for answers too. Chats and
+        # captions have different lengths, so each kind has a batch of its own, which needs less padding.
+        chat_batch = pad_batch(rng.sample(chats, TEXT_BATCH), tokenizer.pad_token_id)
+        caption_batch = pad_batch(rng.sample(captions, TEXT_BATCH), tokenizer.pad_token_id)
+        chat_loss = model(**chat_batch, use_cache=False).loss
+        caption_loss = model(**caption_batch, use_cache=False).loss
+        take_step(model, optimizer, schedule, [chat_loss, caption_loss])
 
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
-    return f"language model: a last loss of {losses[0]:.3f} on answers and {losses[1]:.3f} on captions"
+    return f"language model: a last loss of {chat_loss:.3f} on answers and {caption_loss:.3f} on captions"
 
 
 def train_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
     """Train Qwen2's kind of tokenizer with a small vocabulary, in which each word of the scenes is one token."""
     texts = []
-    for row in rows[:500]:
+    for row in rows[:500]:  # 500 rows have all words of the scenes many times
         texts.append(row["caption"])
         texts += [turn["value"] for turn in row["conversations"]]
-    texts += ["user assistant system"] * 100  # the words of the chat format
+    # The words of the chat format, so often that each becomes one token.
+    texts += ["user assistant system"] * 100
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
-    tokenizer = Qwen2Tokenizer().train_new_from_iterator(texts, 420, new_special_tokens=special, show_progress=False)
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        texts,
+        vocab_size=TEXT_VOCABULARY,
+        new_special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"],
+        show_progress=False,
+    )
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.pad_token = "<|endoftext|>"
     tokenizer.chat_template = chat_template(tokenizer, "<|image_pad|>")
@@ -263,16 +280,16 @@ def train_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
 def make_language_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     """A language model with random weights.
 
-    It is a Qwen3, which is a Qwen2 with normalised queries and keys. On every seed tried, it learned within half a
-    minute to look up a place. A Qwen2 of this size with the default rotary base didn't learn it on some seeds.
+    A Qwen3 is a Qwen2 with normalised queries and keys. With every seed that was tried, a Qwen3 of this size learned
+    within half a minute to look up a place in a description. A Qwen2 with the default rotary base failed with some.
     """
     config = Qwen3Config(
         hidden_size=TEXT_WIDTH,
         intermediate_size=3 * TEXT_WIDTH,
         num_hidden_layers=3,
-        num_attention_heads=TEXT_WIDTH // 16,
-        num_key_value_heads=TEXT_WIDTH // 16,
-        head_dim=16,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=TEXT_WIDTH // 8,
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
         tie_word_embeddings=False,
@@ -283,31 +300,33 @@ def make_language_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen3ForCausalLM(config)
+    # Text embeddings get a mean norm of about 0.9: 0.08 times the square root of the width.
     nn.init.normal_(model.get_input_embeddings().weight, std=0.08)
     return model
 
 
 def encode_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
-    """The tokens of a row's conversation. Only its answers are labels."""
+    """The tokens of a row's conversation. Only the tokens of its answers are labels."""
     chat = tokenizer.apply_chat_template(
         to_messages(row), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids = chat["input_ids"]
-    labels = [token if trained else IGNORED for token, trained in zip(ids, chat["assistant_masks"], strict=True)]
-    return LabelledText(ids, labels)
+    labels = []
+    for token_id, is_answer in zip(chat["input_ids"], chat["assistant_masks"], strict=True):
+        labels.append(token_id if is_answer else IGNORED)
+    return LabelledText(chat["input_ids"], labels)
 
 
 def encode_caption(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
-    """The tokens of a row's description and caption. Only the caption is a label, as in stage 1 after a picture."""
+    """The tokens of a row's description and caption. Only the caption's tokens are labels, as in stage 1."""
     description = tokenizer(row["description"])["input_ids"]
     caption = tokenizer(row["caption"] + "\n")["input_ids"]
     return LabelledText(description + caption, [IGNORED] * len(description) + caption)
 
 
-def pad_batch(chosen: list[LabelledText], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """A batch of `input_ids` and `labels`, padded on the right, where causal attention needs no mask."""
-    ids = [torch.tensor(text.ids) for text in chosen]
-    labels = [torch.tensor(text.labels) for text in chosen]
+def pad_batch(texts: list[LabelledText], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """A batch of `input_ids` and `labels`. It is padded on the right, where causal attention needs no mask."""
+    ids = [torch.tensor(text.ids) for text in texts]
+    labels = [torch.tensor(text.labels) for text in texts]
     return {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
         "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),

@@ -20,8 +20,7 @@ from examples.steps import ROOT, Step, run_steps
 
 logger = logging.getLogger(__name__)
 
-# The folder of the run, relative to ROOT as in the recipes.
-RUN = Path("runs/digits")
+RUN = Path("runs/digits")  # relative to the repository's root
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the steps that are not done, and the report."""
+    """Run the steps that are not done, and then the last step, which reports the results."""
     parse(build_parser(), argv)
     run_steps(plan_steps())
     logger.info("figures: %s, %s; model: %s", RUN / "norms.png", RUN / "answers.png", RUN / "stage2")
@@ -39,55 +38,61 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def plan_steps() -> list[Step]:
     """All steps of the quickstart."""
-    return [
-        Step(
-            "Scenes of handwritten digits",
-            ["examples/digits/scenes.py", "--output_dir", "runs/digits/data"],
-            (RUN / "data/held_out.json",),
-        ),
-        Step(
-            "A vision encoder and a language model",
-            ["examples/digits/pretrain.py", "--data_dir", "runs/digits/data", "--output_dir", "runs/digits"],
-            (RUN / "vision/preprocessor_config.json", RUN / "text/tokenizer_config.json"),
-        ),
-        Step(
-            "Composing",
-            [
-                *("training/compose.py", "--output_dir", "runs/digits/composed"),
-                *("--vision_model", "runs/digits/vision", "--vision_feature_layer", "-1"),
-                *("--text_model", "runs/digits/text"),
-            ],
-            (RUN / "composed/processor_config.json",),
-        ),
-        Step(
-            "Stage 1: projector and norm, on captions",
-            training_command("training/recipes/digits/stage1.yaml"),
-            (RUN / "stage1/trainer_state.json",),
-        ),
-        Step(
-            "Stage 2: everything, on questions",
-            training_command("training/recipes/digits/stage2.yaml"),
-            (RUN / "stage2/trainer_state.json",),
-        ),
-        Step("Questions about unseen handwriting", ["examples/digits/report.py", "--run_dir", "runs/digits"]),
-    ]
+    make_data = Step(
+        title="Scenes of handwritten digits",
+        command=["examples/digits/scenes.py", f"--output_dir={RUN}/data"],
+        last_files=(RUN / "data/held_out.json",),
+    )
+    train_backbones = Step(
+        title="A vision encoder and a language model",
+        command=["examples/digits/pretrain.py", f"--data_dir={RUN}/data", f"--output_dir={RUN}"],
+        last_files=(RUN / "vision/preprocessor_config.json", RUN / "text/tokenizer_config.json"),
+    )
+    compose = Step(
+        title="Composing",
+        command=[
+            "training/compose.py",
+            f"--vision_model={RUN}/vision",
+            "--vision_feature_layer=-1",
+            f"--text_model={RUN}/text",
+            f"--output_dir={RUN}/composed",
+        ],
+        last_files=(RUN / "composed/processor_config.json",),
+    )
+    train_stage_1 = Step(
+        title="Stage 1: projector and norm, on captions",
+        command=training_command("training/recipes/digits/stage1.yaml"),
+        last_files=(RUN / "stage1/trainer_state.json",),
+    )
+    train_stage_2 = Step(
+        title="Stage 2: everything, on questions",
+        command=training_command("training/recipes/digits/stage2.yaml"),
+        last_files=(RUN / "stage2/trainer_state.json",),
+    )
+    report = Step(
+        title="Questions about unseen handwriting",
+        command=["examples/digits/report.py", f"--run_dir={RUN}"],
+    )
+    return [make_data, train_backbones, compose, train_stage_1, train_stage_2, report]
 
 
 def training_command(recipe: str) -> list[str]:
-    """The command that trains by a recipe. The rows of a step are divided evenly among two processes.
-
-    With a single thread there is a single process.
-    """
+    """The command that trains by a recipe: in two processes, or in one if torch has only one thread."""
     # For models this small, two processes are faster than two threads.
     num_threads = torch.get_num_threads()
     num_processes = min(2, num_threads)
-    global_batch_size = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))["global_batch_size"]
+
+    fields = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))
+    batch_size_of_process = fields["global_batch_size"] // num_processes
     return [
-        *("-m", "accelerate.commands.launch", "--config_file", "training/accelerate/cpu_ddp.yaml"),
-        *("--num_processes", str(num_processes)),
-        *("--num_cpu_threads_per_process", str(num_threads // num_processes)),
-        *("training/sft.py", "--config", recipe),
-        *("--per_device_train_batch_size", str(global_batch_size // num_processes)),
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file=training/accelerate/cpu_ddp.yaml",
+        f"--num_processes={num_processes}",
+        f"--num_cpu_threads_per_process={num_threads // num_processes}",
+        "training/sft.py",
+        f"--config={recipe}",
+        f"--per_device_train_batch_size={batch_size_of_process}",
     ]
 
 

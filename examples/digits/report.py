@@ -2,8 +2,8 @@
 
     python examples/digits/report.py --run_dir runs/digits
 
-The checkpoints are loaded as a user would load them: by the auto classes, with `trust_remote_code`. The results are
-printed as tables, and written into `report.json`, `answers.png` and `norms.png`.
+The results are printed as tables, and written into `report.json`, `answers.png` and `norms.png` in the run's folder.
+The trained model is loaded as a user would load it: by the auto classes, with `trust_remote_code`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
-from scenes import CHANCE, QUESTIONS_PER_TEST_SCENE, ask
+from scenes import CHANCE, QUESTIONS_PER_TEST_SCENE, make_picture_turns
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from common.console import command, parse
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 PROBE_SIZE = 64  # pictures on which norms are measured
 COMMAND = "python examples/digits/report.py --run_dir runs/digits"
-# The rows of the printed table, and the keys of report.json.
+# Names of the rows of the printed table, which are also keys in report.json.
 ABOUT_PICTURES = "image questions"
 ABOUT_TEXT = "text-only questions"
 LANGUAGE_MODEL = "language model before (ceiling)"
 GUESSING = "guessing"
-# The models whose norms are measured, and their folders.
+# The models whose norms are measured, and their folders. The first is "composed" with the projector's norm taken out.
 WITHOUT_NORM = "composed, norm taken out"
 MODELS = {
     WITHOUT_NORM: "composed",
@@ -48,19 +48,23 @@ MODELS = {
     "after stage 1": "stage1",
     "after stage 2": "stage2",
 }
-# The share of exact matches by kind of question, and of all questions as `all`. `standard_error` is that of `all`.
+# Shares of exact matches: one for each kind of question, and `all` for all questions together. A further key,
+# `standard_error`, has the standard error of `all`.
 Shares = dict[str, float]
 
 
 @dataclass(frozen=True)
 class SceneQuestion:
-    """A question about a scene, its answer and kind, and the scene as a picture and in words."""
+    """A question about a scene, with its answer and with the scene itself."""
 
     question: str
     answer: str
     kind: str
+    """A key of `CHANCE`: what the question asks for."""
     image: Path
+    """The file of the scene's picture."""
     description: str
+    """The scene in words."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Evaluate the run, and write and print the results."""
     plt.switch_backend("agg")
     run_dir = parse(build_parser(), argv).run_dir
     questions = load_scene_questions(run_dir / "data")
@@ -82,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     summaries = measure_run(run_dir, probe)
 
     record_shares(run_dir / "stage2", shares, len(questions))
-    draw_some(questions, answers, run_dir / "answers.png")
-    # Without the model after stage 1, the figure shows what training as a whole changes.
-    drawn = {label: summary for label, summary in summaries.items() if label != "after stage 1"}
-    save_figure(draw_overview(drawn), run_dir / "norms.png")
+    draw_examples(questions, answers, run_dir / "answers.png")
+    # The figure leaves out the model after stage 1, so that it shows what training as a whole changes.
+    drawn_summaries = {label: summary for label, summary in summaries.items() if label != "after stage 1"}
+    save_figure(draw_overview(drawn_summaries), run_dir / "norms.png")
     norms = {label: summary.rows for label, summary in summaries.items()}
     report = {"questions": len(questions), "accuracy": shares, "norms": norms}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -97,9 +101,15 @@ def load_scene_questions(data_dir: Path, split: str = "test") -> list[SceneQuest
     scenes = json.loads((data_dir / f"{split}.json").read_text(encoding="utf-8"))
     questions = []
     for scene in scenes:
-        for question in scene["questions"]:
-            image = data_dir / scene["image"]
-            questions.append(SceneQuestion(**question, image=image, description=scene["description"]))
+        for entry in scene["questions"]:
+            question = SceneQuestion(
+                question=entry["question"],
+                answer=entry["answer"],
+                kind=entry["kind"],
+                image=data_dir / scene["image"],
+                description=scene["description"],
+            )
+            questions.append(question)
     return questions
 
 
@@ -107,11 +117,13 @@ def load_scene_questions(data_dir: Path, split: str = "test") -> list[SceneQuest
 
 
 def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[str, Shares], list[str]]:
-    """Ask the trained model all questions about pictures and about descriptions.
+    """Ask the trained model all questions, once about pictures and once about descriptions.
+
+    To compare, the language model as it was before composing is asked about descriptions too.
 
     Returns:
-        The shares of right answers, with those of the language model before composing and of guessing to compare; and
-        the trained model's answers about pictures.
+        The shares of right answers: for each row of the printed table, guessing included.
+        The trained model's answers about pictures.
     """
     folder = run_dir / "stage2"
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
@@ -147,13 +159,17 @@ def make_text_prompt(question: SceneQuestion) -> Prompt:
 
 
 def share_right(questions: list[SceneQuestion], answers: list[str]) -> Shares:
-    """The shares of exact matches. The standard error is left out if all answers are right, or all are wrong."""
-    is_right: defaultdict[str, list[bool]] = defaultdict(list)
-    for question, given in zip(questions, answers, strict=True):
-        for kind in (question.kind, "all"):
-            is_right[kind].append(given == question.answer)
+    """The shares of answers that match exactly.
 
-    shares = {kind: sum(hits) / len(hits) for kind, hits in sorted(is_right.items())}
+    The standard error is left out if all answers are right, or all are wrong: an error of 0 would be misleading.
+    """
+    hits_by_kind: defaultdict[str, list[bool]] = defaultdict(list)
+    for question, answer in zip(questions, answers, strict=True):
+        is_right = answer == question.answer
+        hits_by_kind[question.kind].append(is_right)
+        hits_by_kind["all"].append(is_right)
+
+    shares = {kind: sum(hits) / len(hits) for kind, hits in sorted(hits_by_kind.items())}
     error = sqrt(shares["all"] * (1 - shares["all"]) / len(questions))
     if error > 0:
         shares["standard_error"] = error
@@ -176,16 +192,20 @@ def record_shares(folder: Path, shares: dict[str, Shares], num_questions: int) -
     record_scores(folder, COMMAND, rows)
 
 
-def draw_some(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
-    """Draw eight pictures with a question and the model's answer.
+def draw_examples(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
+    """Draw eight pictures, each with a question and the model's answer.
 
-    They are the first questions about the first seven scenes, and the first question with a wrong answer. If there is
-    no wrong answer, the last one is about the eighth scene.
+    Seven are the pictures of the first seven scenes, with their first questions. The last one shows the first question
+    that the model answered wrongly. If there is none, it is the picture of the eighth scene.
     """
     wrong = [number for number, question in enumerate(questions) if answers[number] != question.answer]
-    first_of_scenes = range(0, 8 * QUESTIONS_PER_TEST_SCENE, QUESTIONS_PER_TEST_SCENE)
-    chosen = list(first_of_scenes[:7])
-    chosen.append(wrong[0] if wrong else first_of_scenes[7])
+    # The questions of a scene follow each other.
+    first_of_scene = [QUESTIONS_PER_TEST_SCENE * scene for scene in range(8)]
+    chosen = first_of_scene[:7]
+    if wrong:
+        chosen.append(wrong[0])
+    else:
+        chosen.append(first_of_scene[7])
 
     images = []
     titles = []
@@ -205,18 +225,27 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
     """Write rows for the diagnostics: the first `PROBE_SIZE` pictures, each with its first question."""
     first_questions: dict[Path, SceneQuestion] = {}
     for question in questions:
-        first_questions.setdefault(question.image, question)
+        if question.image not in first_questions:
+            first_questions[question.image] = question
 
     rows = []
     for image in sorted(first_questions)[:PROBE_SIZE]:
         question = first_questions[image]
-        turns = ask(question.question, question.answer)
+        turns = make_picture_turns(question.question, question.answer)
         rows.append({"image": str(image.relative_to(path.parent)), "conversations": turns})
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
-    """Measure norms and turning of tokens on the probe, for each of `MODELS`."""
+    """Measure the norms of tokens, and how far layers turn them, for each of `MODELS`.
+
+    Args:
+        run_dir: Folder of the quickstart's run.
+        probe: The file that `write_probe` wrote.
+
+    Returns:
+        A summary of the measures for each model, by the model's name in `MODELS`.
+    """
     summaries = {}
     for label, folder in MODELS.items():
         model, processor = load_model(str(run_dir / folder))
@@ -232,39 +261,54 @@ def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
 
 
 def render_shares(shares: dict[str, Shares], num_questions: int) -> str:
-    """The table of right answers in percent."""
-    header = " " * 34 + f"{'all':>16}" + "".join(f"{kind:>9}" for kind in CHANCE)
+    """The table of right answers in percent: a column for all questions, then a column for each kind."""
+    header = f"{'':34}{'all':>16}"
+    for kind in CHANCE:
+        header += f"{kind:>9}"
     lines = [f"Exact match on {num_questions} held-out questions, ± one standard error", header]
+
     for name, row in shares.items():
         total = f"{100 * row['all']:.1f}%"
         if "standard_error" in row:
             total += f" ± {100 * row['standard_error']:.1f}"
-        by_kind = "".join(f"{100 * row[kind]:8.1f}%" for kind in CHANCE)
-        lines.append(f"{name:34}{total:>16}{by_kind}")
+        line = f"{name:34}{total:>16}"
+        for kind in CHANCE:
+            line += f"{100 * row[kind]:8.1f}%"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def render_norms(summaries: dict[str, Summary]) -> str:
-    """The table of norms.
+    """The table of norms: a row for each model.
 
-    It has the norms of tokens at the decoder's entrance and, for each third of its layers, the gap of cosines that the
-    diagnostics measure.
+    Its columns are the mean norms of image tokens and of text tokens where they enter the decoder, their ratio, and
+    the gap of cosines in each third of the decoder's layers. The gap compares the cosine between a token before and
+    after a layer: it is the cosine of image tokens less that of text tokens. Above 0, layers turn image tokens less.
     """
-    lines = [f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, visual - text':>36}"]
-    lines.append(f"{'':26}{'visual':>10}{'text':>10}{'ratio':>11}" + "".join(f"{third:>14}" for third in THIRDS))
+    title = f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, image - text':>36}"
+    header = f"{'':26}{'image':>10}{'text':>10}{'ratio':>11}"
+    for third in THIRDS:
+        header += f"{third:>14}"
+    lines = [title, header]
+
     for label, summary in summaries.items():
-        visual = mean_or_nan(summary, "at_decoder", "visual")
-        text = mean_or_nan(summary, "at_decoder", "text")
+        image_norm = mean_or_nan(summary, "at_decoder", "visual")
+        text_norm = mean_or_nan(summary, "at_decoder", "text")
         ratio = mean_or_nan(summary, "ratio")
-        gaps = [mean_or_nan(summary, f"gap, {third}") for third in THIRDS]
-        lines.append(f"{label:26}{visual:10.3f}{text:10.3f}{ratio:10.2f}x" + "".join(f"{gap:14.3f}" for gap in gaps))
+        line = f"{label:26}{image_norm:10.3f}{text_norm:10.3f}{ratio:10.2f}x"
+        for third in THIRDS:
+            gap = mean_or_nan(summary, f"gap, {third}")
+            line += f"{gap:14.3f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
-def mean_or_nan(summary: Summary, *place: str) -> float:
-    """The mean of a measure; NaN if the model doesn't have this measure."""
-    estimate = summary.look(*place)
-    return estimate.mean if estimate else float("nan")
+def mean_or_nan(summary: Summary, measure_name: str, modality: str = "") -> float:
+    """The mean of a measure; NaN if the summary doesn't have this measure."""
+    estimate = summary.look(measure_name, modality)
+    if estimate is None:
+        return float("nan")
+    return estimate.mean
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python examples/digits/scenes.py --output_dir runs/digits/data
 
-The digits are those of scikit-learn (UCI, 8 x 8 pixels). They are split before any scene is made, so no test digit
-appears in training.
+The digits are scikit-learn's handwritten digits (UCI, 8 x 8 pixels). They are split before any scene is made, so no
+test digit appears in training.
 """
 
 import argparse
@@ -29,32 +29,30 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 COLOURS = {"red": (255, 60, 60), "green": (60, 220, 60), "blue": (80, 110, 255), "yellow": (240, 220, 50)}
 CELL = 16  # pixels; a scene is two cells wide and high
 DIGIT_SIZE = CELL - 2  # pixels; a digit is moved at random by up to two pixels within its cell
-SCENES = {"train": 4000, "test": 250}
-TEXT_ROWS = 6000
+SCENES = {"train": 4000, "test": 250}  # number of scenes by split
+TEXT_ROWS = 6000  # rows without pictures, which the language model is trained on before it is composed
 QUESTIONS_PER_ROW = 3
 QUESTIONS_PER_TEST_SCENE = 4
 # The share of right answers that guessing gives, by kind of question.
 CHANCE = {"digit": 1 / len(DIGITS), "colour": 1 / len(COLOURS), "both": 1 / (len(DIGITS) * len(COLOURS))}
 CAPTION_REQUEST = "Describe the picture."
 Row = dict[str, Any]
-Turns = list[dict[str, str]]
+Turns = list[dict[str, str]]  # the turns of a conversation in LLaVA's layout
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One digit of a scene.
-
-    `source` is the number of scikit-learn's picture that it is drawn from.
-    """
+    """One digit of a scene."""
 
     place: str
     colour: str
     digit: int
     source: int
+    """Index of the digit's picture in scikit-learn's data."""
 
     @property
     def words(self) -> str:
-        """Colour and digit, such as "red seven"."""
+        """The colour and the digit, such as "red seven"."""
         return f"{self.colour} {DIGITS[self.digit]}"
 
 
@@ -62,11 +60,12 @@ Scene = tuple[Cell, ...]
 
 
 class Question(NamedTuple):
-    """A question about a scene, its answer, and its kind, which is a key of `CHANCE`."""
+    """A question about a scene, with its answer."""
 
     question: str
     answer: str
     kind: str
+    """A key of `CHANCE`: what the question asks for."""
 
 
 def write_data(output_dir: Path) -> None:
@@ -75,10 +74,10 @@ def write_data(output_dir: Path) -> None:
     `stage1.json` has captions, `stage2.json` has conversations, and `text.json` has the language model's texts.
     `test.json` has the test scenes with their questions, and `held_out.json` has the same questions in LLaVA's layout.
     """
-    # Every call below draws from this generator, so another order of calls would give other data.
+    # All calls below take random numbers from this generator, so another order of calls would give other data.
     rng = random.Random(0)
-    train_scenes = draw_scenes("train", rng, output_dir)
-    test_scenes = draw_scenes("test", rng, output_dir)
+    train_scenes = make_scenes("train", rng, output_dir)
+    test_scenes = make_scenes("test", rng, output_dir)
 
     captions = caption_rows(train_scenes)
     conversations = conversation_rows(train_scenes, rng)
@@ -98,59 +97,74 @@ def write_data(output_dir: Path) -> None:
         logger.info("%s: %d rows", path, len(rows))
 
 
-def draw_scenes(split: str, rng: random.Random, output_dir: Path) -> list[Scene]:
+def make_scenes(split: str, rng: random.Random, output_dir: Path) -> list[Scene]:
     """Make the scenes of a split, and write their pictures."""
     folder = output_dir / "images" / split
     folder.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
     sources = split_digits()[split]
 
-    scenes = [draw_scene(rng, sources, digits.target) for _ in range(SCENES[split])]
+    scenes = [make_random_scene(rng, sources, digits.target) for _ in range(SCENES[split])]
     for number, scene in enumerate(tqdm(scenes, desc=f"Drawing {split} scenes")):
-        render(scene, digits.images, rng).save(output_dir / picture_path(split, number))
+        picture = render(scene, digits.images, rng)
+        picture.save(output_dir / picture_path(split, number))
     return scenes
 
 
 def picture_path(split: str, number: int) -> str:
-    """The path of a scene's picture, relative to the folder of the data."""
+    """The path of a scene's picture, relative to the output folder."""
     return f"images/{split}/{number:05}.png"
 
 
 def split_digits() -> dict[str, list[int]]:
-    """The numbers of scikit-learn's pictures by split: four fifths for training, one fifth for testing.
+    """By split, the indices of its pictures in scikit-learn's data.
 
-    Every digit has the same share in both splits.
+    Four fifths of the pictures are for training, and one fifth for testing. Each digit's share of the pictures is the
+    same in both splits.
     """
     labels = load_digits().target
-    train, test = train_test_split(np.arange(len(labels)), test_size=0.2, random_state=0, stratify=labels)
+    indices = np.arange(len(labels))
+    train, test = train_test_split(indices, test_size=0.2, random_state=0, stratify=labels)
     return {"train": train.tolist(), "test": test.tolist()}
 
 
-def draw_scene(rng: random.Random, sources: list[int], labels: np.ndarray) -> Scene:
-    """Four random digits in random colours."""
-    chosen = rng.choices(sources, k=len(PLACES))
+def make_random_scene(rng: random.Random, sources: list[int], labels: np.ndarray) -> Scene:
+    """A scene of four random digits in random colours.
+
+    Args:
+        rng: The generator of random numbers.
+        sources: Indices of the pictures that the digits are chosen from, in scikit-learn's data.
+        labels: The digit on each of scikit-learn's pictures.
+    """
+    chosen_sources = rng.choices(sources, k=len(PLACES))
     cells = []
-    for place, source in zip(PLACES, chosen, strict=True):
+    for place, source in zip(PLACES, chosen_sources, strict=True):
         colour = rng.choice(list(COLOURS))
         cells.append(Cell(place, colour, int(labels[source]), source))
     return tuple(cells)
 
 
-def render(scene: Scene, digits: np.ndarray, rng: random.Random) -> Image.Image:
+def render(scene: Scene, digit_images: np.ndarray, rng: random.Random) -> Image.Image:
     """The picture of a scene, 32 x 32 pixels, on black.
 
     Each digit is enlarged from 8 x 8 to 14 x 14 pixels, and moved at random within its cell.
+
+    Args:
+        scene: The scene.
+        digit_images: Scikit-learn's pictures, `(num_pictures, 8, 8)`, with values from 0 to 16.
+        rng: The generator of random numbers.
     """
     canvas = np.zeros((2 * CELL, 2 * CELL, 3), dtype=np.float32)
     for index, cell in enumerate(scene):
-        row, column = divmod(index, 2)
+        row, column = divmod(index, 2)  # the order of PLACES: the two cells of the upper row, then the lower row
         top = CELL * row + rng.randint(0, 2)
         left = CELL * column + rng.randint(0, 2)
 
-        grey = (digits[cell.source] / 16 * 255).astype(np.uint8)  # [8, 8]; scikit-learn's values go up to 16
+        grey = (digit_images[cell.source] / 16 * 255).astype(np.uint8)  # [8, 8]
         enlarged = Image.fromarray(grey).resize((DIGIT_SIZE, DIGIT_SIZE))
         brightness = np.asarray(enlarged, dtype=np.float32)[..., None] / 255  # [14, 14, 1]
-        canvas[top : top + DIGIT_SIZE, left : left + DIGIT_SIZE] = brightness * np.array(COLOURS[cell.colour])
+        colour = np.array(COLOURS[cell.colour])  # [3]
+        canvas[top : top + DIGIT_SIZE, left : left + DIGIT_SIZE] = brightness * colour
     return Image.fromarray(canvas.astype(np.uint8))
 
 
@@ -158,35 +172,41 @@ def caption_rows(scenes: Sequence[Scene]) -> list[Row]:
     """The rows of stage 1: each picture with its caption."""
     rows = []
     for number, scene in enumerate(scenes):
-        turns = ask(CAPTION_REQUEST, caption(scene))
+        turns = make_picture_turns(CAPTION_REQUEST, make_caption(scene))
         rows.append({"id": f"caption-{number}", "image": picture_path("train", number), "conversations": turns})
     return rows
 
 
 def conversation_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
-    """The rows of stage 2: questions about each picture, then questions about descriptions of some scenes in words."""
+    """The rows of stage 2: conversations about each picture, then conversations about descriptions of some scenes."""
     rows: list[Row] = []
     for number, scene in enumerate(scenes):
-        turns = conversation("<image>", scene, rng)
+        turns = make_conversation("<image>", scene, rng)
         rows.append({"id": f"image-{number}", "image": picture_path("train", number), "conversations": turns})
 
-    # LLaVA-NeXT's data mixes in rows without pictures. Here there is one for every five pictures, a sixth of all rows.
-    for number, scene in enumerate(scenes[: len(scenes) // 5]):
-        turns = conversation(describe(scene, rng), scene, rng)
+    # As in LLaVA-NeXT's data, some rows have no picture: here one row for every five pictures, a sixth of all rows.
+    num_text_rows = len(scenes) // 5
+    for number, scene in enumerate(scenes[:num_text_rows]):
+        description = describe(scene, rng)
+        turns = make_conversation(description, scene, rng)
         rows.append({"id": f"text-{number}", "conversations": turns})
     return rows
 
 
 def text_rows(rng: random.Random) -> list[Row]:
-    """The rows that train the language model. Each has a new scene's description, its caption, and a conversation."""
+    """The rows that train the language model: for each new scene its description, its caption and a conversation."""
     labels = load_digits().target
     sources = split_digits()["train"]
     rows = []
     for number in range(TEXT_ROWS):
-        scene = draw_scene(rng, sources, labels)
+        scene = make_random_scene(rng, sources, labels)
         description = describe(scene, rng)
-        turns = conversation(description, scene, rng)
-        rows.append({"id": number, "description": description, "caption": caption(scene), "conversations": turns})
+        rows.append({
+            "id": number,
+            "description": description,
+            "caption": make_caption(scene),
+            "conversations": make_conversation(description, scene, rng),
+        })  # fmt: skip
     return rows
 
 
@@ -195,7 +215,7 @@ def question_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
     rows = []
     for number, scene in enumerate(scenes):
         description = describe(scene, rng)
-        chosen = rng.sample(questions(scene), QUESTIONS_PER_TEST_SCENE)
+        chosen = rng.sample(make_questions(scene), QUESTIONS_PER_TEST_SCENE)
         rows.append({
             "image": picture_path("test", number),
             "description": description,
@@ -205,11 +225,12 @@ def question_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
 
 
 def held_out_rows(test: Sequence[Row]) -> list[Row]:
-    """The test's questions about pictures in LLaVA's layout, one row for each question."""
+    """The rows of the test in LLaVA's layout, one row for each question about a picture."""
     rows = []
     for scene in test:
         for question in scene["questions"]:
-            rows.append({"image": scene["image"], "conversations": ask(question["question"], question["answer"])})
+            turns = make_picture_turns(question["question"], question["answer"])
+            rows.append({"image": scene["image"], "conversations": turns})
     return rows
 
 
@@ -219,36 +240,36 @@ def describe(scene: Scene, rng: random.Random) -> str:
     return "scene: " + ", ".join(f"{cell.place} {cell.words}" for cell in cells) + "."
 
 
-def caption(scene: Scene) -> str:
+def make_caption(scene: Scene) -> str:
     """A scene's caption, its digits always in the order of `PLACES`."""
     return "picture: " + ", ".join(f"{cell.place} {cell.words}" for cell in scene)
 
 
-def questions(scene: Scene) -> list[Question]:
-    """The twelve questions that can be asked of a scene."""
-    asked = []
+def make_questions(scene: Scene) -> list[Question]:
+    """All twelve questions about a scene."""
+    questions = []
     for cell in scene:
-        asked.append(Question(f"which digit is {cell.place}?", DIGITS[cell.digit], "digit"))
-        asked.append(Question(f"what colour is {cell.place}?", cell.colour, "colour"))
-        asked.append(Question(f"what is {cell.place}?", cell.words, "both"))
-    return asked
+        questions.append(Question(f"which digit is {cell.place}?", DIGITS[cell.digit], "digit"))
+        questions.append(Question(f"what colour is {cell.place}?", cell.colour, "colour"))
+        questions.append(Question(f"what is {cell.place}?", cell.words, "both"))
+    return questions
 
 
-def conversation(opening: str, scene: Scene, rng: random.Random) -> Turns:
-    """A few questions about a scene and their answers, in LLaVA's turns.
+def make_conversation(opening: str, scene: Scene, rng: random.Random) -> Turns:
+    """A few random questions about a scene, with their answers.
 
-    `opening` is put before the first question: the mark of a picture, or a description.
+    `opening` stands before the first question: LLaVA's mark of a picture, or a description of the scene.
     """
     turns = []
-    for question in rng.sample(questions(scene), QUESTIONS_PER_ROW):
+    for question in rng.sample(make_questions(scene), QUESTIONS_PER_ROW):
         turns.append({"from": "human", "value": question.question})
         turns.append({"from": "gpt", "value": question.answer})
     turns[0]["value"] = f"{opening}\n{turns[0]['value']}"
     return turns
 
 
-def ask(question: str, answer: str) -> Turns:
-    """A question about a picture and its answer in LLaVA's turns."""
+def make_picture_turns(question: str, answer: str) -> Turns:
+    """A question about a picture, and its answer."""
     return [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
 
 
@@ -260,7 +281,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Write the data into the folder that the command line names."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     write_data(build_parser().parse_args(argv).output_dir)
 

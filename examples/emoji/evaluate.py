@@ -2,8 +2,9 @@
 
     python -m examples.emoji.evaluate
 
-To compare, it also fits linear probes of the vision encoder alone on the same drawings. It writes report.json and
-answers.png into the model's folder, and the main results into the model's evaluation.json, for its card.
+To compare, linear probes on the features of the vision encoder alone are tested on the same drawings. The command
+writes report.json and answers.png into the model's folder. The main results also go into the folder's evaluation.json,
+from which the model's card is made.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from transformers import (
 from common.console import command, parse
 from diagnostics.answers import answer_prompts, encode_prompts, likeliest, make_prompt, read_prompt
 from examples.emoji.parts import RUN
-from examples.emoji.pictures import GROUP, HELD_OUT, NAME, THERE, Record, draw_other_name
+from examples.emoji.pictures import ASK_GROUP, ASK_NAME, ASK_WHETHER_THERE, HELD_OUT, Record, choose_other_name
 from examples.results import draw_answers, record_scores
 
 
@@ -45,9 +46,10 @@ logger = logging.getLogger(__name__)
 COMMAND = "python -m examples.emoji.evaluate"
 CREDIT = "Drawings: Twemoji, © Twitter, Inc. and other contributors, CC BY 4.0. Chosen by lot."
 QUESTIONS = Path(__file__).with_name("questions.txt")
+ENCODER_BATCH = 64  # pictures that the vision encoder takes at once
 # The artist whose drawings are shown on the figure.
-DRAWN_SET = "twemoji"
-# What the model saw for the answers of a result; values of the field `seen` in report.json.
+FIGURE_ARTIST = "twemoji"
+# What the model saw when it was asked about a drawing. These are values of the field `seen` in report.json.
 OWN_DRAWING = "the drawing"
 OTHER_DRAWING = "another drawing"
 BLANK = "a blank"
@@ -60,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Evaluate the model, and write and print the results."""
     parse(build_parser(), argv)
     folder = RUN / "stage2"
     records = json.loads((RUN / "pictures" / "pictures.json").read_text(encoding="utf-8"))
@@ -73,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         drawings = [record for record in records if record["set"] == artist]
         artist_results, free_answers = ask_about(model, processor, drawings, names)
         results += artist_results
-        if artist == DRAWN_SET:
-            draw_some(drawings, free_answers, folder / "answers.png")
+        if artist == FIGURE_ARTIST:
+            draw_examples(drawings, free_answers, folder / "answers.png")
     results += probe_encoder(records)
     text = evaluate_text(model, processor)
 
@@ -99,14 +101,17 @@ def record_results(folder: Path, results: Sequence[Record]) -> None:
     record_scores(folder, COMMAND, rows)
 
 
-def draw_some(drawings: Sequence[Record], answers: Sequence[str], path: Path) -> None:
-    """Draw eight drawings, chosen at random, with the model's answers."""
-    chosen = random.Random(0).sample(list(zip(drawings, answers, strict=True)), 8)
-    images = [open_picture(record) for record, _ in chosen]
-    titles = [f"“{answer}”" for _, answer in chosen]
+def draw_examples(drawings: Sequence[Record], answers: Sequence[str], path: Path) -> None:
+    """Write a figure of eight drawings, chosen at random, with the model's answers."""
+    drawings_and_answers = list(zip(drawings, answers, strict=True))
+    images = []
+    titles = []
     mistakes = []
-    for record, answer in chosen:
-        mistakes.append("" if answer == record["name"] else f"it is: {record['name']}")
+    for record, answer in random.Random(0).sample(drawings_and_answers, 8):
+        is_right = answer == record["name"]
+        images.append(open_picture(record))
+        titles.append(f"“{answer}”")
+        mistakes.append("" if is_right else f"it is: {record['name']}")
     draw_answers(images, titles, mistakes, path, CREDIT)
 
 
@@ -122,56 +127,80 @@ def open_picture(record: Record) -> Image.Image:
 def ask_about(model: Any, processor: Any, records: list[Record], names: list[str]) -> tuple[list[Record], list[str]]:
     """Ask all questions about one artist's drawings.
 
-    Guessing is measured in two ways: by the answers to a blank picture, and by the answers to another drawing.
-
     Returns:
-        The results, and the free answers to the drawings.
+        The results.
+        The model's own words for the name of each drawing.
     """
-    draw = random.Random(0)
-    # For each drawing the number of the other drawing whose answers it is given.
-    others = []
-    for number in range(len(records)):
-        steps_ahead = draw.randrange(1, len(records))
-        others.append((number + steps_ahead) % len(records))
+    rng = random.Random(0)
+    other_numbers = choose_others(len(records), rng)
     images = [open_picture(record) for record in records]
-    images_and_blank = [*images, Image.new("RGB", images[0].size, "white")]
-    name_prompts = [make_prompt(NAME, image) for image in images_and_blank]
-    group_prompts = [make_prompt(GROUP, image) for image in images_and_blank]
+    blank = Image.new("RGB", images[0].size, "white")
+    images_and_blank = [*images, blank]
+    name_prompts = [make_prompt(ASK_NAME, image) for image in images_and_blank]
+    group_prompts = [make_prompt(ASK_GROUP, image) for image in images_and_blank]
 
     likeliest_names = name_pictures(model, processor, images_and_blank, names)
     free_answers = answer_prompts(model, processor, name_prompts, "free")
     groups = answer_prompts(model, processor, group_prompts, "group")
 
+    right_names = [record["name"] for record in records]
+    right_groups = [record["group"] for record in records]
     artist = records[0]["set"]
-    results = []
-    for question, field, answers in (
-        ("likeliest of all names", "name", likeliest_names),
-        ("free answer, exact", "name", free_answers),
-        ("group", "group", groups),
-    ):
-        right = [record[field] for record in records]
-        *own_answers, blank_answer = answers
-        other_answers = [own_answers[other] for other in others]
-        results.append(score(artist, question, OWN_DRAWING, own_answers, right))
-        results.append(score(artist, question, OTHER_DRAWING, other_answers, right))
-        blank_result = score(artist, question, BLANK, [blank_answer] * len(right), right)
-        results.append(blank_result | {"answer": blank_answer})
+    results = [
+        *score_with_guesses(artist, "likeliest of all names", likeliest_names, right_names, other_numbers),
+        *score_with_guesses(artist, "free answer, exact", free_answers, right_names, other_numbers),
+        *score_with_guesses(artist, "group", groups, right_groups, other_numbers),
+        ask_whether_there(model, processor, records, images, names, rng),
+    ]
+    answers_without_blank = free_answers[:-1]
+    return results, answers_without_blank
 
-    results.append(ask_whether_there(model, processor, records, images, names, draw))
-    return results, free_answers[:-1]  # without the answer to the blank
+
+def choose_others(num_drawings: int, rng: random.Random) -> list[int]:
+    """For each drawing, the number of another drawing, chosen at random."""
+    others = []
+    for number in range(num_drawings):
+        steps_ahead = rng.randrange(1, num_drawings)
+        others.append((number + steps_ahead) % num_drawings)
+    return others
+
+
+def score_with_guesses(
+    artist: str, question: str, answers: Sequence[str], right: Sequence[str], other_numbers: Sequence[int]
+) -> list[Record]:
+    """Score the answers to a question, and two kinds of guesses to compare: answers to other drawings and to a blank.
+
+    Args:
+        artist: The artist of the drawings.
+        question: Name of the question.
+        answers: The model's answer for each drawing, and at the end its answer for a blank picture.
+        right: The right answer for each drawing.
+        other_numbers: For each drawing, the number of the drawing whose answer serves as a guess.
+
+    Returns:
+        The results of the model's answers, of the answers to other drawings, and of the answer to the blank.
+    """
+    *own_answers, blank_answer = answers
+    other_answers = [own_answers[number] for number in other_numbers]
+    blank_answers = [blank_answer] * len(right)
+    own_result = score(artist, question, OWN_DRAWING, own_answers, right)
+    other_result = score(artist, question, OTHER_DRAWING, other_answers, right)
+    blank_result = score(artist, question, BLANK, blank_answers, right)
+    return [own_result, other_result, blank_result | {"answer": blank_answer}]
 
 
 def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: list[str]) -> list[str]:
-    """The likeliest of all names for each picture. A name's likelihood includes the end token."""
+    """For each picture, the likeliest of all names as the model's answer, with the end token after the name."""
     tokenizer = processor.tokenizer
-    texts = [f"{name}{tokenizer.eos_token}" for name in names]
-    answers = tokenizer(texts, add_special_tokens=False).input_ids
+    answers = [f"{name}{tokenizer.eos_token}" for name in names]
+    answer_ids = tokenizer(answers, add_special_tokens=False).input_ids
 
     chosen = []
     for image in tqdm(images, desc="Naming"):
-        inputs = encode_prompts(processor, [make_prompt(NAME, image)])
+        inputs = encode_prompts(processor, [make_prompt(ASK_NAME, image)])
         prompt = read_prompt(model, inputs.to(model.device))
-        chosen.append(names[likeliest(model, prompt, answers)])
+        index = likeliest(model, prompt, answer_ids)
+        chosen.append(names[index])
     return chosen
 
 
@@ -181,32 +210,35 @@ def ask_whether_there(
     records: Sequence[Record],
     images: Sequence[Image.Image],
     names: Sequence[str],
-    draw: random.Random,
+    rng: random.Random,
 ) -> Record:
-    """Ask about each drawing whether it shows a thing. Every second drawing does, the others show another thing."""
+    """Ask about each drawing whether it shows a certain thing. For every second drawing, the right answer is yes."""
     prompts = []
     right = []
     for number, (record, image) in enumerate(zip(records, images, strict=True)):
-        is_there = number % 2 == 1
-        thing = record["name"] if is_there else draw_other_name(record, names, draw)
-        prompts.append(make_prompt(THERE.format(thing), image))
-        right.append("yes" if is_there else "no")
+        if number % 2 == 1:
+            thing = record["name"]
+            right.append("yes")
+        else:
+            thing = choose_other_name(record, names, rng)
+            right.append("no")
+        prompts.append(make_prompt(ASK_WHETHER_THERE.format(thing), image))
     answers = answer_prompts(model, processor, prompts, "is it there?")
     return score(records[0]["set"], "is it there? (for half)", OWN_DRAWING, answers, right)
 
 
 def score(artist: str, question: str, seen: str, answers: Sequence[str], right: Sequence[str]) -> Record:
     """A result: the share of right answers, with Wilson's 95% interval over drawings."""
-    hits = sum(given == wanted for given, wanted in zip(answers, right, strict=True))
-    interval = binomtest(hits, len(right)).proportion_ci(method="wilson")
+    hits = [answer == right_answer for answer, right_answer in zip(answers, right, strict=True)]
+    interval = binomtest(sum(hits), len(hits)).proportion_ci(method="wilson")
     return {
         "artist": artist,
         "question": question,
         "seen": seen,
-        "share": hits / len(right),
+        "share": sum(hits) / len(hits),
         "low": interval.low,
         "high": interval.high,
-        "n": len(right),
+        "n": len(hits),
     }
 
 
@@ -214,24 +246,29 @@ def score(artist: str, question: str, seen: str, answers: Sequence[str], right: 
 
 
 def probe_encoder(records: list[Record]) -> list[Record]:
-    """The results of linear probes of the pretrained encoder's features.
+    """The results of linear probes, which predict the name from features of the pretrained encoder.
 
     The probes are fitted to the drawings that the model is trained on, and tested on those of the held-out artists.
     """
     states = encode_pictures(records)
-    features_by_kind = {"patches": states[:, 1:].mean(dim=1).numpy(), "CLS": states[:, 0].numpy()}
-    labels = np.array([record["name"] for record in records])
+    features_by_kind = {
+        "patches": states[:, 1:].mean(dim=1).numpy(),  # [num_drawings, width]
+        "CLS": states[:, 0].numpy(),
+    }
+    names = np.array([record["name"] for record in records])
     artists = np.array([record["set"] for record in records])
-    is_trained = ~np.isin(artists, list(HELD_OUT))
+    is_training_drawing = ~np.isin(artists, HELD_OUT)
 
     results = []
     for kind, features in features_by_kind.items():
         probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=100))
-        probe.fit(features[is_trained], labels[is_trained])
+        probe.fit(features[is_training_drawing], names[is_training_drawing])
         for artist in HELD_OUT:
-            answers = probe.predict(features[artists == artist])
-            right = labels[artists == artist]
-            results.append(score(artist, f"linear probe, {kind}", "the encoder alone", list(answers), list(right)))
+            is_by_artist = artists == artist
+            predicted_names = probe.predict(features[is_by_artist])
+            right_names = names[is_by_artist]
+            question = f"linear probe, {kind}"
+            results.append(score(artist, question, "the encoder alone", list(predicted_names), list(right_names)))
     return results
 
 
@@ -241,10 +278,11 @@ def encode_pictures(records: list[Record]) -> torch.Tensor:
     encoder = AutoModel.from_pretrained(RUN / "vision").eval()
     image_processor = AutoImageProcessor.from_pretrained(RUN / "vision")
     states = []
-    for start in tqdm(range(0, len(records), 64), desc="The encoder alone"):
-        images = [open_picture(record) for record in records[start : start + 64]]
+    for start in tqdm(range(0, len(records), ENCODER_BATCH), desc="The encoder alone"):
+        images = [open_picture(record) for record in records[start : start + ENCODER_BATCH]]
         inputs = image_processor(images, return_tensors="pt")
-        states.append(encoder(**inputs, output_hidden_states=True).hidden_states[-1])
+        outputs = encoder(**inputs, output_hidden_states=True)
+        states.append(outputs.hidden_states[-1])
     return torch.cat(states)
 
 
@@ -252,17 +290,21 @@ def encode_pictures(records: list[Record]) -> torch.Tensor:
 
 
 def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
-    """The perplexity of text and the answers to questions without pictures, before and after training."""
-    before = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
+    """What the model does without pictures, compared with the language model before training.
+
+    Returns:
+        `perplexity` has the perplexity of text `before` and `after` training. `questions` has questions, and `before`
+        and `after` have the answers to them.
+    """
+    language_model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")
     questions = QUESTIONS.read_text(encoding="utf-8").splitlines()
     prompts = [make_prompt(question) for question in questions]
-    max_new_tokens = 24
     return {
-        "perplexity": {"before": perplexity(before, tokenizer), "after": perplexity(model, tokenizer)},
+        "perplexity": {"before": perplexity(language_model, tokenizer), "after": perplexity(model, tokenizer)},
         "questions": questions,
-        "before": answer_prompts(before, tokenizer, prompts, "before", max_new_tokens),
-        "after": answer_prompts(model, processor, prompts, "after", max_new_tokens),
+        "before": answer_prompts(language_model, tokenizer, prompts, "before", max_new_tokens=24),
+        "after": answer_prompts(model, processor, prompts, "after", max_new_tokens=24),
     }
 
 
@@ -270,21 +312,25 @@ def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
 def perplexity(model: Any, tokenizer: Any) -> float:
     """The perplexity of text that no model here is trained on: scikit-learn's descriptions of three data sets.
 
-    It is measured in pieces of 512 tokens.
+    The text is read in pieces of 512 tokens.
     """
-    text = "\n".join(load().DESCR for load in (load_breast_cancer, load_diabetes, load_wine))
-    input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(model.device).input_ids[0]
-    whole_pieces = input_ids.split(512)[:-1]
-    losses = [model(input_ids=piece[None], labels=piece[None]).loss.item() for piece in whole_pieces]
+    descriptions = [load().DESCR for load in (load_breast_cancer, load_diabetes, load_wine)]
+    inputs = tokenizer("\n".join(descriptions), return_tensors="pt", add_special_tokens=False).to(model.device)
+    pieces = inputs.input_ids.split(512, dim=1)  # each [1, 512]; the last one is shorter and left out
+    losses = [model(input_ids=piece, labels=piece).loss.item() for piece in pieces[:-1]]
     return float(np.exp(np.mean(losses)))
 
 
 def render(results: list[Record]) -> str:
-    """The printed table: percentages of right answers, with 95% intervals over drawings."""
+    """The printed table: percentages of right answers, with 95% intervals over drawings.
+
+    It has a row for each question and each thing seen, and a column for each artist.
+    """
     table = pd.DataFrame(results)
     percent = 100 * table[["share", "low", "high"]]
     table["right"] = [f"{share:.1f} ({low:.1f} to {high:.1f})" for share, low, high in percent.to_numpy()]
-    return table.set_index(["question", "seen", "artist"])["right"].unstack(sort=False).to_string()
+    right_by_artist = table.set_index(["question", "seen", "artist"])["right"].unstack(sort=False)
+    return right_by_artist.to_string()
 
 
 if __name__ == "__main__":

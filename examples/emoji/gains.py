@@ -2,11 +2,12 @@
 
     python -m examples.emoji.gains
 
-gains.png, the first figure of README, shows how many more right names each arm gives than its controls. trial.png
-shows each arm's right names when its image embeddings are scaled to other norms for the test.
+An arm is one way to make and train the model. The models were asked to name drawings. gains.png, the first figure of
+README, shows how many more names are right in each arm than in its controls, which are plain Llavas. trial.png shows
+each arm's right names when the norm of image embeddings is changed for the test.
 
-The controls are plain Llavas. In the arms' names T is the mean norm of text embeddings, and GWC (global weight
-compensation) is the kind of LayerNorm that the paper puts behind the projector.
+In the arms' names, T is the mean norm of text embeddings, and GWC (global weight compensation) is the kind of
+LayerNorm that the paper puts behind the projector.
 """
 
 import argparse
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
@@ -25,33 +25,37 @@ from diagnostics.plots import FAINT, INK, MODEL_STYLES, WIDTH, draw_curve, save_
 RECORDS = Path(__file__).with_name("trial.jsonl")
 GAINS = Path(__file__).with_name("gains.png")
 NORMS = Path(__file__).with_name("trial.png")
-# For the test, a run's image embeddings were multiplied by each of these factors.
+# The factors by which each model's image embeddings were multiplied for the test.
 SCALES = (0.03, 0.1, 0.3, 1, 3, 10, 30)
-# The arm of the controls.
-CONTROL = "no norm"
-# Titles of the other arms on the figures, by their names in the records.
+CONTROL = "no norm"  # the arm of the controls, as the records name it
+# The other arms: their names in the records, and their titles on the figures.
 ARMS = {
     "started at T, no norm": "scaled once, no norm",
     "GWC at T": "LayerNorm at T",
     "GWC at 30 T": "LayerNorm, held at 30 T",
 }
-# Line styles by arm, so that both figures draw an arm in the same colour.
-STYLES = dict(zip([CONTROL, *ARMS], MODEL_STYLES, strict=False))
+# An arm's line style, with the same colour on both figures.
+STYLES = {
+    "no norm": MODEL_STYLES[0],
+    "started at T, no norm": MODEL_STYLES[1],
+    "GWC at T": MODEL_STYLES[2],
+    "GWC at 30 T": MODEL_STYLES[3],
+}
 
 
 def differences(runs: pd.DataFrame, arm: str, control: str, pair_by: Sequence[str]) -> pd.Series:
-    """The score of an arm's run less the score of its control, for each pair of runs.
+    """For each pair of a run and its control, the run's score less the control's score.
 
     Args:
-        runs: One row for each run, with `arm`, `score` and the columns of `pair_by`.
-        arm: The arm, as in `runs`.
-        control: The arm of the controls.
-        pair_by: Columns in which the two runs of a pair agree. A run without a partner is left out.
+        runs: One row for each run, with the columns `arm`, `score` and those of `pair_by`.
+        arm: The arm of the runs.
+        control: The arm of their controls.
+        pair_by: The columns in which a run and its control agree. A run without a control is left out.
     """
     scores = runs.set_index(list(pair_by))
     arm_scores = scores.loc[scores["arm"] == arm, "score"]
     control_scores = scores.loc[scores["arm"] == control, "score"]
-    # pandas subtracts rows with equal `pair_by`, and has NaN where there is only one of the two.
+    # pandas subtracts scores with the same index, which is `pair_by`. A run without a partner becomes NaN.
     return (arm_scores - control_scores).dropna()
 
 
@@ -63,39 +67,43 @@ def t_interval(values: pd.Series) -> tuple[float, float, float]:
 
 
 def read_runs(path: Path = RECORDS) -> pd.DataFrame:
-    """The runs that were asked to name Twemoji's drawings.
+    """Read the records of the runs that were asked to name Twemoji's drawings.
 
-    `score` is the percentage of right names. `norm` is the norm of image embeddings over T after training; the records
-    call it `length`.
+    Returns:
+        One row for each run. `score` is the percentage of right names, which the records call `names`. `norm` is the
+        norm of image embeddings after training, divided by T. The records call it `length`.
     """
     records = pd.read_json(path, lines=True)
     runs = records.rename(columns={"names": "score", "length": "norm"})
-    return runs.dropna(subset="score")
+    return runs.dropna(subset="score")  # other runs only searched for a learning rate
 
 
 @styled
 def draw_gains(runs: pd.DataFrame) -> Figure:
-    """The gain of each arm over its controls with a 95% interval. A run and its control share seed and processor.
+    """Draw the mean gain of each arm over its controls, with a 95% interval.
 
-    The figure is as wide as a telephone's screen, so that its text can be read there.
+    A run and its control have the same seed and the same processor. The figure is as wide as a telephone's screen, so
+    that its text can be read there.
     """
     figure, axis = plt.subplots(figsize=(3.9, 2.4), layout="constrained")
     axis.axvline(0, color=FAINT, linewidth=0.8)
 
-    for row, (arm, title) in enumerate(ARMS.items()):
+    for height, (arm, title) in enumerate(ARMS.items()):
         colour = STYLES[arm]["color"]
         pairs = differences(runs, arm, CONTROL, ["seed", "processor"])
         mean, low, high = t_interval(pairs)
 
-        axis.plot([low, high], [row, row], color=colour, linewidth=3, solid_capstyle="butt")
-        axis.plot(mean, row, color=colour, marker="o", markersize=7, markeredgecolor=INK, markeredgewidth=0.6)
+        axis.plot([low, high], [height, height], color=colour, linewidth=3, solid_capstyle="butt")
+        axis.plot(mean, height, color=colour, marker="o", markersize=7, markeredgecolor=INK, markeredgewidth=0.6)
 
         label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(pairs)} pairs"
-        label = label.replace("-", "−")  # a true minus sign
-        text = axis.annotate(label, (0, row - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
+        label = label.replace("-", "−")  # a true minus sign for each hyphen
+        # The label begins at the left edge (0), a little above the interval: the vertical axis is upside down.
+        text = axis.annotate(label, (0, height - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # hides the line at 0 behind the text
         text.set_in_layout(False)  # a long text doesn't make the axis narrower
 
+    # The first arm is on top, with some room above its label and below the last interval.
     axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
     axis.spines["left"].set_visible(False)
     axis.tick_params(axis="x", labelsize=9)
@@ -105,12 +113,14 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
 
 @styled
 def draw_norms(runs: pd.DataFrame) -> Figure:
-    """Each arm's right names (vertical) by the norm of image embeddings over T in the test (horizontal).
+    """Draw each arm's right names (vertical) over the norm of image embeddings in the test, divided by T (horizontal).
 
-    A curve is the mean over seeds, with a 95% t interval. A dotted line stands at the arm's norm after training.
+    A curve is the mean over seeds, with a 95% t interval. A dotted vertical line stands at the arm's norm after
+    training, which is its norm in the test at scale 1.
     """
     figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
     titles = {CONTROL: "no norm", **ARMS}
+    # The records have the right names at each scale in a column of its own.
     columns = [f"names, x {scale}" for scale in SCALES]
 
     for arm, title in titles.items():
@@ -121,7 +131,7 @@ def draw_norms(runs: pd.DataFrame) -> Figure:
         intervals = [t_interval(by_seed[column]) for column in columns]
 
         curve = pd.DataFrame(intervals, columns=["mean", "low", "high"])
-        curve["norm"] = np.multiply(SCALES, trained_norm)
+        curve["norm"] = [scale * trained_norm for scale in SCALES]
         draw_curve(axis, curve, "norm", label=title, **style)
         axis.axvline(trained_norm, color=style["color"], linewidth=0.6, linestyle=":", zorder=0)
 

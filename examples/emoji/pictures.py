@@ -2,10 +2,14 @@
 
     python -m examples.emoji.pictures
 
-The drawings come from npm packages of Iconify, a package for each artist, in which the same things have the same
-names. The sets of two artists are held out. The command writes captions.json for the aligned start and train.json for
-stage 2, and for each held-out set a file with the name of every drawing. As in LLaVA's mixture, train.json also has
-rows without pictures. Their answers are those of the language model before training.
+The drawings come from npm packages of Iconify. Each artist has a package, called an icon set, and all icon sets have
+the same names for the same things. Two icon sets are held out from training. The command writes these files:
+
+- captions.json has each drawing's name, and is what compose.py aligns the projector on.
+- train.json has the rows of stage 2. As in LLaVA's mixture, some have no picture. In these, the answers are the
+  language model's own, before training.
+- twemoji.json and openmoji.json have the names of the held-out sets' drawings.
+- pictures.json lists all drawings.
 """
 
 import argparse
@@ -41,21 +45,21 @@ logger = logging.getLogger(__name__)
 
 ICON_SETS = Path(__file__).with_name("icon_sets.txt")
 HELD_OUT = ("twemoji", "openmoji")
-# Unicode's groups, by their names in the package noto, and their names in the rows.
+# The groups of things that are drawn: Unicode's names of the groups, and their names in the rows.
 GROUPS = {"Animals & Nature": "nature", "Food & Drink": "food"}
-# The three questions about a picture.
-NAME = "What is this?"
-GROUP = "Is it nature or food?"
-THERE = "Is there any {} here?"
+# The three questions about a picture. `{}` is replaced by a name.
+ASK_NAME = "What is this?"
+ASK_GROUP = "Is it nature or food?"
+ASK_WHETHER_THERE = "Is there any {} here?"
 # Questions without a picture.
-TEXT = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
-PICTURE = f"{IMAGE_MARK}\n"
-PASSES = 3  # rows of stage 2 for each drawing, which differ in their questions
-TEXT_QUESTIONS = 640
+ASK_IN_WORDS = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
+ROWS_PER_DRAWING = 3  # rows of stage 2 for each drawing, which differ in their questions
+NUM_TEXT_QUESTIONS = 640  # questions without a picture
 TEXT_BATCH = 32
-TEXT_TOKENS = 40  # the language model's answers have at most so many tokens
+MAX_ANSWER_TOKENS = 40  # tokens of the language model's own answers
+# A row of a file, or the entry of a drawing in pictures.json.
 Record = dict[str, Any]
-Turns = list[dict[str, str]]
+Turns = list[dict[str, str]]  # the turns of a conversation in LLaVA's layout
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,24 +69,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw everything, list it in pictures.json, and write the rows."""
+    """Write the picture of every drawing, and all files."""
     parse(build_parser(), argv)
     drawings, credits = read_drawings(RUN / "downloads")
     folder = RUN / "pictures"
-    records = draw_pictures(drawings, folder)
+    records = render_drawings(drawings, folder)
     names = sorted({record["name"] for record in records})
     logger.info("%d names. Drawings to train on, and two sets held out:", len(names))
     for icon_set, credit in credits.items():
         num_drawings = sum(record["set"] == icon_set for record in records)
         logger.info("  %4d  %s", num_drawings, credit)
 
-    # Both kinds of rows draw from this generator, so another order would give other rows.
-    draw = random.Random(42)
-    text_questions = [question.format(name) for question in TEXT for name in names]
-    text_rows = answer_texts(draw.sample(text_questions, TEXT_QUESTIONS))
-    picture_rows = ask_about_all(records, names, draw)
+    # Text rows and picture rows take random numbers from this generator, so another order would give other rows.
+    rng = random.Random(42)
+    text_rows = make_text_rows(names, rng)
+    picture_rows = make_picture_rows(records, names, rng)
 
-    naming_rows = [record | {"conversations": turns(NAME, record["name"])} for record in records]
+    naming_rows = []
+    for record in records:
+        turns = make_picture_turns(ASK_NAME, record["name"])
+        naming_rows.append(record | {"conversations": turns})
+
     write_rows(folder / "pictures.json", records)
     for held_out in HELD_OUT:
         write_rows(folder / f"{held_out}.json", [row for row in naming_rows if row["set"] == held_out])
@@ -91,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_rows(path: Path, rows: list[Record]) -> None:
-    """Write a file of rows, and print their number."""
+    """Write a file of rows, and print how many it has."""
     path.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     logger.info("%s: %d rows", path.name, len(rows))
 
@@ -124,45 +131,50 @@ class Drawing:
 
 
 class Icon(NamedTuple):
-    """An icon of a set: the content of its SVG element, and the width and height of its view box."""
+    """An icon of an icon set, with the same `body` and `size` as a `Drawing`."""
 
     body: str
     size: int
 
 
-# Icons by the plain name of the thing. A set may draw a thing twice.
+# Icons by the thing's name as `plain_name` returns it. A set may have several icons of a thing.
 IconSet = dict[str, list[Icon]]
 
 
 def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
-    """Read the drawings of the names that at least two training sets and both held-out sets have.
+    """Read the drawings of all things that at least two training sets and both held-out sets have.
+
+    Args:
+        folder: Where the packages of the icon sets are, or are downloaded to.
 
     Returns:
-        The drawings, and the credit of each set.
+        The drawings.
+        The credit of each set.
     """
     icon_sets: dict[str, IconSet] = {}
     credits = {}
+    names_by_group: dict[str, list[str]] = {}
     for line in ICON_SETS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
         icon_set, version, sha256 = line.split()
-        files = download(icon_set, version, sha256, folder)
+        files = read_package(icon_set, version, sha256, folder)
         icon_sets[icon_set] = read_icons(files["icons.json"])
         info = files["info.json"]
         credits[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
-        if icon_set == "noto":
-            categories = files["metadata.json"]["categories"]
+        if icon_set == "noto":  # its names are taken, and the other sets' icons are found by them
+            names_by_group = files["metadata.json"]["categories"]
 
     drawings = []
-    for category, group in GROUPS.items():
-        for name in categories[category]:
-            if is_chosen(name, icon_sets):
+    for unicode_group, group in GROUPS.items():
+        for name in names_by_group[unicode_group]:
+            if has_enough_sets(name, icon_sets):
                 drawings += find_drawings(name, group, icon_sets)
     return drawings, credits
 
 
-def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str, Any]:
-    """The JSON files of a set's package by name. The package is downloaded unless it is there.
+def read_package(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str, Any]:
+    """Read the JSON files of an icon set's package, by file name. A package that is not in the folder is downloaded.
 
     Raises:
         UserError: if the package isn't the one that icon_sets.txt pins.
@@ -177,108 +189,145 @@ def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str
     files = {}
     with tarfile.open(path) as archive:
         for member in archive.getmembers():
-            file = archive.extractfile(member)
+            file = archive.extractfile(member)  # None for a folder
             if member.name.endswith(".json") and file is not None:
                 files[Path(member.name).name] = json.load(file)
     return files
 
 
 def read_icons(package: dict[str, Any]) -> IconSet:
-    """The icons of a package's icons.json by their plain names, aliases included."""
+    """The icons in a package's icons.json, by plain name. Aliases count as names."""
     entries = dict(package["icons"])
     for alias, entry in package.get("aliases", {}).items():
-        # An alias with more fields turns or mirrors its parent, and is left out.
-        if set(entry) == {"parent"} and entry["parent"] in package["icons"]:
-            entries[alias] = package["icons"][entry["parent"]]
+        parent = entry["parent"]
+        # An alias with more fields than `parent` turns or mirrors its parent, and is left out. So is an alias of an
+        # alias.
+        is_plain_alias = set(entry) == {"parent"}
+        if is_plain_alias and parent in package["icons"]:
+            entries[alias] = package["icons"][parent]
 
+    default_size = package.get("width", 16)  # 16 is Iconify's own default
     icons = defaultdict(list)
     for name, entry in entries.items():
-        size = entry.get("width", package.get("width", 16))  # 16 is Iconify's default
+        size = entry.get("width", default_size)
         icons[plain_name(name)].append(Icon(entry["body"], size))
     return icons
 
 
 def plain_name(name: str) -> str:
-    """A thing's name without hyphens and number, which is the same in all sets.
+    """A thing's name without hyphens and without a final number, which is the same in all sets.
 
-    For example, fxemoji writes `babychick`, and streamline-emojis numbers things that it draws twice.
+    For example, `baby-chick` and `baby-chick-2` both become `babychick`. fxemoji writes names without hyphens, and
+    streamline-emojis numbers the icons of a thing that it draws twice.
     """
-    return re.sub(r"-\d$", "", name).replace("-", "")
+    without_number = re.sub(r"-\d$", "", name)
+    return without_number.replace("-", "")
 
 
-def is_chosen(name: str, icon_sets: dict[str, IconSet]) -> bool:
-    """Whether at least two training sets and both held-out sets have a name."""
+def has_enough_sets(name: str, icon_sets: dict[str, IconSet]) -> bool:
+    """Whether at least two training sets and both held-out sets draw the thing of this name."""
     sets_with_name = {icon_set for icon_set, icons in icon_sets.items() if plain_name(name) in icons}
     training_sets = sets_with_name.difference(HELD_OUT)
     return len(training_sets) >= 2 and sets_with_name.issuperset(HELD_OUT)
 
 
 def find_drawings(name: str, group: str, icon_sets: dict[str, IconSet]) -> list[Drawing]:
-    """The drawings of a name by all sets, each drawing once."""
+    """All sets' drawings of the thing of this name. Equal drawings of a set are taken once."""
     drawings = []
     for icon_set, icons in icon_sets.items():
-        for icon in dict.fromkeys(icons.get(plain_name(name), [])):
+        icons_of_thing = icons.get(plain_name(name), [])
+        for icon in dict.fromkeys(icons_of_thing):
             drawings.append(Drawing(icon_set, name.replace("-", " "), group, icon.body, icon.size))
     return drawings
 
 
-def draw_pictures(drawings: Sequence[Drawing], folder: Path) -> list[Record]:
-    """Write the picture of each drawing, and return a record of each: its file, its set, and what it shows."""
+def render_drawings(drawings: Sequence[Drawing], folder: Path) -> list[Record]:
+    """Write the picture of each drawing.
+
+    Returns:
+        For each drawing a record of its file, its icon set, and the name and group of the thing.
+    """
     records = []
     for number, drawing in enumerate(tqdm(drawings, desc="Drawing")):
         (folder / drawing.icon_set).mkdir(parents=True, exist_ok=True)
-        image = f"{drawing.icon_set}/{drawing.name.replace(' ', '-')}-{number}.png"
+        name_in_path = drawing.name.replace(" ", "-")
+        image = f"{drawing.icon_set}/{name_in_path}-{number}.png"
         drawing.render().save(folder / image)
         records.append({"image": image, "set": drawing.icon_set, "name": drawing.name, "group": drawing.group})
     return records
 
 
-# Rows
+# Rows with pictures
 
 
-def ask_about_all(records: Sequence[Record], names: list[str], draw: random.Random) -> list[Record]:
-    """The rows of stage 2 about pictures: `PASSES` for each drawing of the training sets."""
+def make_picture_rows(records: Sequence[Record], names: list[str], rng: random.Random) -> list[Record]:
+    """The rows of stage 2 about pictures: `ROWS_PER_DRAWING` for each drawing of the training sets."""
     rows = []
-    for _ in range(PASSES):
+    for _ in range(ROWS_PER_DRAWING):
         for record in records:
             if record["set"] not in HELD_OUT:
-                rows.append({"image": record["image"], "conversations": ask_about(record, names, draw)})
+                turns = make_conversation(record, names, rng)
+                rows.append({"image": record["image"], "conversations": turns})
     return rows
 
 
-def ask_about(record: Record, names: list[str], draw: random.Random) -> Turns:
-    """Turns that ask for a picture's name, and in four rows of ten also for its group or whether it shows a thing."""
-    questions = [(NAME, record["name"])]
-    if draw.random() < 0.4:
-        is_there = draw.random() < 0.5
-        thing = record["name"] if is_there else draw_other_name(record, names, draw)
-        about_group = (GROUP, record["group"])
-        about_thing = (THERE.format(thing), "yes" if is_there else "no")
-        second_question = draw.choice([about_group, about_thing])
-        questions.insert(draw.randrange(2), second_question)  # before or after the question for the name
+def make_conversation(record: Record, names: list[str], rng: random.Random) -> Turns:
+    """A conversation about a picture, which always asks for the name of the thing.
 
-    # The mark of the picture stands before the first question only.
-    all_turns = turns(*questions[0])
-    for question, answer in questions[1:]:
-        all_turns += turns(question, answer, mark="")
-    return all_turns
+    In four of ten conversations there is also a second question: for the group, or whether the picture shows a certain
+    thing.
+    """
+    questions = [(ASK_NAME, record["name"])]
+    if rng.random() < 0.4:
+        if rng.random() < 0.5:
+            about_thing = (ASK_WHETHER_THERE.format(record["name"]), "yes")
+        else:
+            about_thing = (ASK_WHETHER_THERE.format(choose_other_name(record, names, rng)), "no")
+        about_group = (ASK_GROUP, record["group"])
+        second_question = rng.choice([about_group, about_thing])
+        position = rng.randrange(2)  # before or after the question for the name
+        questions.insert(position, second_question)
+
+    # The mark of the picture stands only before the question that comes first.
+    (first_question, first_answer), *others = questions
+    turns = make_picture_turns(first_question, first_answer)
+    for question, answer in others:
+        turns += make_turns(question, answer)
+    return turns
 
 
-def draw_other_name(record: Record, names: Sequence[str], draw: random.Random) -> str:
-    """Draw a name that isn't the drawing's."""
-    return draw.choice([name for name in names if name != record["name"]])
+def choose_other_name(record: Record, names: Sequence[str], rng: random.Random) -> str:
+    """A random name that isn't the drawing's."""
+    return rng.choice([name for name in names if name != record["name"]])
 
 
-def turns(question: str, answer: str, mark: str = PICTURE) -> Turns:
-    """A question and its answer as LLaVA's turns. An empty `mark` makes them turns without a picture."""
-    return [{"from": "human", "value": mark + question}, {"from": "gpt", "value": answer}]
+def make_picture_turns(question: str, answer: str) -> Turns:
+    """A question and its answer, with the mark of a picture before the question."""
+    return make_turns(f"{IMAGE_MARK}\n{question}", answer)
+
+
+def make_turns(question: str, answer: str) -> Turns:
+    """A question and its answer."""
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+
+
+# Rows without pictures
+
+
+def make_text_rows(names: Sequence[str], rng: random.Random) -> list[Record]:
+    """The rows of stage 2 without pictures: random questions about names, with the language model's answers."""
+    questions = []
+    for template in ASK_IN_WORDS:
+        for name in names:
+            questions.append(template.format(name))
+    return answer_questions(rng.sample(questions, NUM_TEXT_QUESTIONS))
 
 
 @torch.no_grad()
-def answer_texts(questions: list[str]) -> list[Record]:
-    """Rows without pictures: the questions, with the language model's greedy answers.
+def answer_questions(questions: list[str]) -> list[Record]:
+    """Rows with the questions and with the language model's greedy answers, in the composed model's chat format.
 
-    The language model is asked in the composed model's format. Answers that are cut at `TEXT_TOKENS` are left out.
+    A question is left out if its answer isn't complete after `MAX_ANSWER_TOKENS`.
     """
     model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")
@@ -287,13 +336,15 @@ def answer_texts(questions: list[str]) -> list[Record]:
     for start in tqdm(range(0, len(questions), TEXT_BATCH), desc="The language model answers"):
         batch = questions[start : start + TEXT_BATCH]
         inputs = encode_prompts(tokenizer, [make_prompt(question) for question in batch])
-        generated = model.generate(**inputs, max_new_tokens=TEXT_TOKENS, do_sample=False)
-        answers = generated[:, inputs["input_ids"].shape[1] :]
+        generated = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
+        prompt_length = inputs["input_ids"].shape[1]
+        answers = generated[:, prompt_length:]  # [batch_size, num_answer_tokens]
+
         for question, answer in zip(batch, answers, strict=True):
-            is_whole = model.config.eos_token_id in answer
-            if is_whole:
+            is_complete = model.config.eos_token_id in answer
+            if is_complete:
                 text = tokenizer.decode(answer, skip_special_tokens=True).strip()
-                rows.append({"conversations": turns(question, text, mark="")})
+                rows.append({"conversations": make_turns(question, text)})
     return rows
 
 

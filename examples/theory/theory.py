@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_angle: torch.Tensor) -> torch.Tensor:
     """The angle θ by which an update turns a token (eq. 8, 13).
 
-    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`. An update that is longer than the token and points backwards turns it by
-    more than a right angle. This uses atan2, as a plain arctangent would give a wrong angle there.
+    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`. An update that points backwards and is longer than the token can turn it
+    by more than a right angle. A plain arctangent would give a wrong angle there, so the function uses atan2.
 
     Args:
         hidden_norm: The token's norm ‖h‖.
@@ -33,22 +33,25 @@ def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_a
 def expected_cosine(
     cosine: torch.Tensor, theta_image: torch.Tensor, theta_text: torch.Tensor, attraction: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """The expected cosine of an image and a text token after both have turned.
+    """The expected cosine of an image token and a text token after both have turned.
 
-    Without attraction the tokens turn in random directions, and this is Theorem 1 (eq. 15, 16):
-    `cos θ_v cos θ_t cos α`. Attraction is our addition: a part κ of each token's direction of turning points to the
-    other token, and the rest is random. Then it is
+    Without attraction, both tokens turn in random directions. The expected cosine is then that of Theorem 1 (eq. 15,
+    16), `cos θ_v cos θ_t cos α`.
+
+    Attraction is our addition. A part κ of the direction in which a token turns points to the other token, and the
+    rest is random. The expected cosine is then
     `(cos θ_v cos θ_t - κ² sin θ_v sin θ_t) cos α + κ sin(θ_v + θ_t) sin α`.
 
     Args:
-        cosine: The cosine of the tokens before, cos α.
+        cosine: The cosine of the tokens before they turn, cos α.
         theta_image: The angle by which the image token turns, θ_v.
         theta_text: The angle by which the text token turns, θ_t.
-        attraction: κ, from -1 to 1.
+        attraction: The part κ, from -1 to 1. Below 0, the tokens turn away from each other.
     """
-    kept = theta_image.cos() * theta_text.cos() - attraction**2 * theta_image.sin() * theta_text.sin()
-    sine = (1 - cosine.square()).clamp(min=0).sqrt()
-    return kept * cosine + attraction * (theta_image + theta_text).sin() * sine
+    cosine_factor = theta_image.cos() * theta_text.cos() - attraction**2 * theta_image.sin() * theta_text.sin()
+    sine_factor = attraction * (theta_image + theta_text).sin()
+    sine = (1 - cosine.square()).clamp(min=0).sqrt()  # sin α
+    return cosine_factor * cosine + sine_factor * sine
 
 
 def balanced_angle(theta_image: torch.Tensor, theta_text: torch.Tensor) -> torch.Tensor:
@@ -59,43 +62,58 @@ def balanced_angle(theta_image: torch.Tensor, theta_text: torch.Tensor) -> torch
 def attraction_window(
     cosine: torch.Tensor, theta_text: torch.Tensor, theta_before: torch.Tensor, theta_after: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attractions κ for which an image token ends closer to a text token if it turns by the larger of two angles.
+    """The range of attractions κ at which it helps that an image token turns by a larger angle.
 
-    All angles are at most right angles.
+    It helps if the expected cosine of the image token and the text token is then higher.
 
     Args:
         cosine: The cosine of the two tokens before they turn; above 0.
-        theta_text: The angle by which the text token turns.
-        theta_before: The smaller angle by which the image token may turn.
-        theta_after: The larger angle by which the image token may turn.
+        theta_text: The angle by which the text token turns; at most a right angle.
+        theta_before: The smaller angle by which the image token turns.
+        theta_after: The larger angle by which the image token turns; at most a right angle.
 
     Returns:
-        Both ends of the window of κ within [0, 1]. They are equal if the larger angle helps at no attraction.
+        The lowest and the highest such κ, within [0, 1]. They are equal if the larger angle helps at no κ.
     """
-    # The gain in `expected_cosine` is a quadratic in κ that opens downwards: a κ² + b κ + c.
+    # The gain is `expected_cosine` at the larger angle less that at the smaller angle. By κ, it is the parabola
+    # a κ² + b κ + c. It opens downwards, so the gain is positive between its two roots.
+    sine = (1 - cosine.square()).sqrt()
     a = -(theta_after.sin() - theta_before.sin()) * theta_text.sin() * cosine
-    b = ((theta_after + theta_text).sin() - (theta_before + theta_text).sin()) * (1 - cosine.square()).sqrt()
+    b = ((theta_after + theta_text).sin() - (theta_before + theta_text).sin()) * sine
     c = (theta_after.cos() - theta_before.cos()) * theta_text.cos() * cosine
 
-    root = (b.square() - 4 * a * c).clamp(min=0).sqrt()
-    low = ((root - b) / (2 * a)).clamp(0, 1)
-    high = ((-root - b) / (2 * a)).clamp(0, 1)
-    return low, high
+    root_of_discriminant = (b.square() - 4 * a * c).clamp(min=0).sqrt()
+    low = (-b + root_of_discriminant) / (2 * a)  # the lower root, because a is negative
+    high = (-b - root_of_discriminant) / (2 * a)
+    return low.clamp(0, 1), high.clamp(0, 1)
 
 
 def simulate_cosine(
-    cosine: float, theta_image: float, theta_text: float, attraction: float, size: int, draws: int, seed: int
+    cosine: float,
+    theta_image: float,
+    theta_text: float,
+    attraction: float,
+    hidden_size: int,
+    num_draws: int,
+    seed: int,
 ) -> torch.Tensor:
-    """The cosines of two tokens after random updates, `(draws,)` in float64. `size` is the hidden size."""
+    """Draw the cosine of an image token and a text token after both have turned in random directions.
+
+    The arguments up to `attraction` are those of `expected_cosine`.
+
+    Returns:
+        The cosine in each draw, `(num_draws,)` in float64.
+    """
     generator = torch.Generator().manual_seed(seed)
-    image = torch.zeros(size, dtype=torch.float64)
+    # Two tokens of norm 1 with this cosine.
+    image = torch.zeros(hidden_size, dtype=torch.float64)
     image[0] = 1
-    text = torch.zeros(size, dtype=torch.float64)
+    text = torch.zeros(hidden_size, dtype=torch.float64)
     text[0] = cosine
     text[1] = math.sqrt(1 - cosine**2)
 
-    turned_image = turn_at_random(image, text, theta_image, attraction, draws, generator)
-    turned_text = turn_at_random(text, image, theta_text, attraction, draws, generator)
+    turned_image = turn_at_random(image, text, theta_image, attraction, num_draws, generator)
+    turned_text = turn_at_random(text, image, theta_text, attraction, num_draws, generator)
     return (turned_image * turned_text).sum(-1)
 
 
@@ -104,64 +122,79 @@ def turn_at_random(
     other: torch.Tensor,
     theta: float,
     attraction: float,
-    draws: int,
+    num_draws: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Turn a token of norm 1 by an angle in random directions.
+    """Turn a token of norm 1 by an angle, in many random directions.
 
     Args:
-        token: The token.
-        other: The other token, also of norm 1.
+        token: The token, `(hidden_size,)`.
+        other: The token that it is attracted to, also of norm 1.
         theta: The angle.
-        attraction: The part of the direction that points to the other token. The rest is random.
-        draws: How many directions are drawn.
+        attraction: The part of each direction that points to the other token. The rest is random.
+        num_draws: Number of directions.
         generator: The source of randomness.
 
     Returns:
-        The turned tokens, `(draws, size)`.
+        The turned tokens, `(num_draws, hidden_size)`.
     """
-    towards = torch.nn.functional.normalize(other - (other @ token) * token, dim=0)
-    random = torch.randn(draws, len(token), dtype=torch.float64, generator=generator)
-    random -= (random @ token)[:, None] * token + (random @ towards)[:, None] * towards
-    random = torch.nn.functional.normalize(random, dim=-1)
+    # The direction to the other token, orthogonal to the token.
+    towards_other = torch.nn.functional.normalize(other - (other @ token) * token, dim=0)
 
-    direction = attraction * towards + math.sqrt(1 - attraction**2) * random
+    # Random directions that are orthogonal to both.
+    random = torch.randn(num_draws, len(token), dtype=torch.float64, generator=generator)
+    along_token = (random @ token)[:, None] * token
+    along_towards_other = (random @ towards_other)[:, None] * towards_other
+    random = torch.nn.functional.normalize(random - along_token - along_towards_other, dim=-1)
+
+    direction = attraction * towards_other + math.sqrt(1 - attraction**2) * random
     return math.cos(theta) * token + math.sin(theta) * direction
 
 
-def check_statements(draws: int, seed: int) -> dict[str, float]:
-    """The share of random draws in which each statement holds, and a simulation's distance from the formula."""
+def check_statements(num_draws: int, seed: int) -> dict[str, float]:
+    """Check the statements of the theory by random draws.
+
+    Returns:
+        For each statement, the share of draws in which it holds. The last two values are no shares: they are a mean
+        width and a distance.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> torch.Tensor:
-        return low + (high - low) * torch.rand(draws, dtype=torch.float64, generator=generator)
+        return low + (high - low) * torch.rand(num_draws, dtype=torch.float64, generator=generator)
 
+    # Lemma 1: for a fixed product of the tangents, the cosine is highest if both tokens turn by the same angle.
     theta_image = uniform(0.001, math.pi / 2 - 0.001)
     theta_text = uniform(0.001, math.pi / 2 - 0.001)
     balanced = balanced_angle(theta_image, theta_text)
-    one = torch.ones(1, dtype=torch.float64)
-    lemma_fails = expected_cosine(one, theta_image, theta_text) > expected_cosine(one, balanced, balanced) + 1e-12
+    same_direction = torch.ones(1, dtype=torch.float64)
+    cosine_as_drawn = expected_cosine(same_direction, theta_image, theta_text)
+    cosine_if_balanced = expected_cosine(same_direction, balanced, balanced)
+    lemma_fails = cosine_as_drawn > cosine_if_balanced + 1e-12  # more than rounding
 
-    # Only the norm of image tokens changes: it is lowered to that of text tokens.
+    # Now the norm of image tokens is lowered to that of text tokens. All else stays, so image tokens then turn by the
+    # same angle as text tokens.
     text_norm = uniform(0.5, 2)
     image_norm = uniform(2, 100) * text_norm
     update_norm = uniform(0.1, 2)
     update_angle = uniform(0.1, math.pi / 2)
-    before = turning_angle(image_norm, update_norm, update_angle)
-    after = turning_angle(text_norm, update_norm, update_angle)
+    theta_before = turning_angle(image_norm, update_norm, update_angle)
+    theta_after = turning_angle(text_norm, update_norm, update_angle)
     cosine = uniform(0.01, 0.9)
-    retention_falls = expected_cosine(cosine, after, after) < expected_cosine(cosine, before, after)
-    low, high = attraction_window(cosine, after, before, after)
+    cosine_before = expected_cosine(cosine, theta_before, theta_text=theta_after)
+    cosine_after = expected_cosine(cosine, theta_after, theta_text=theta_after)
+    retention_falls = cosine_after < cosine_before
+    low, high = attraction_window(cosine, theta_after, theta_before, theta_after)
 
-    # Here the update may point backwards. If it turns the token by more than 90 degrees, the tangent is negative.
+    # Here the update may also point backwards. If it turns a token by more than 90 degrees, the tangent is negative.
     any_angle = uniform(0.001, math.pi - 0.001)
-    longer_turn = turning_angle(image_norm, update_norm, any_angle)
-    shorter_turn = turning_angle(text_norm, update_norm, any_angle)
+    theta_of_longer = turning_angle(image_norm, update_norm, any_angle)
+    theta_of_shorter = turning_angle(text_norm, update_norm, any_angle)
 
     return {
         "Lemma 1 fails": share(lemma_fails),
-        "the longer token turns by a larger angle": share(longer_turn >= shorter_turn),
-        "eq. 9 fails: its tangent is the larger": share(longer_turn.tan() >= shorter_turn.tan()),
+        "the longer token turns by a larger angle": share(theta_of_longer >= theta_of_shorter),
+        "eq. 9 fails: its tangent is the larger": share(theta_of_longer.tan() >= theta_of_shorter.tan()),
         "retention falls when the norm of image tokens alone is lowered": share(retention_falls),
         "no attraction at all makes lowering it help": share(high <= low),
         "mean width of the window of attraction in which it helps": (high - low).mean().item(),
@@ -170,22 +203,24 @@ def check_statements(draws: int, seed: int) -> dict[str, float]:
 
 
 def share(holds: torch.Tensor) -> float:
-    """The share of draws in which something holds."""
+    """The share of draws in which a statement holds. `holds` has a boolean for each draw."""
     return holds.double().mean().item()
 
 
-def largest_simulation_error(seed: int, draws: int = 20_000) -> float:
-    """The largest distance of a simulation's mean from the formula, in standard errors, at three attractions."""
+def largest_simulation_error(seed: int, num_draws: int = 20_000) -> float:
+    """How far a simulation's mean cosine is from `expected_cosine`, in standard errors: the largest of three cases."""
     cosine = 0.4
     theta_image = 0.3
     theta_text = 0.9
     errors = []
     for attraction in (0.0, 0.3, 0.8):
-        simulated = simulate_cosine(cosine, theta_image, theta_text, attraction, size=256, draws=draws, seed=seed)
+        simulated = simulate_cosine(
+            cosine, theta_image, theta_text, attraction, hidden_size=256, num_draws=num_draws, seed=seed
+        )
         expected = expected_cosine(
             torch.tensor(cosine), torch.tensor(theta_image), torch.tensor(theta_text), attraction
         )
-        standard_error = simulated.std().item() / math.sqrt(draws)
+        standard_error = simulated.std().item() / math.sqrt(num_draws)
         errors.append(abs(simulated.mean().item() - expected.item()) / standard_error)
     return max(errors)
 
@@ -196,7 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the shares of 200,000 draws in which the statements hold."""
+    """Check the statements by 200,000 draws, and print the results."""
     build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for name, value in check_statements(200_000, seed=0).items():

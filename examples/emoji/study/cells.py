@@ -1,4 +1,7 @@
-"""What the study runs: its blocks, their arms and seeds, and which runs are left."""
+"""The plan of the study in docs/study.md: its blocks, their arms and seeds, and which runs are left.
+
+A block asks a question. An arm is one way to make and train a model. A cell is one run: an arm of a block with a seed.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,52 +10,54 @@ from enum import StrEnum
 from typing import Any
 
 
+# A run's record, one line of records.jsonl.
 Record = dict[str, Any]
-# Learning rate of the projector in every arm. An arm with a `rate_power` has another rate for the second layer.
+# Learning rate of the projector. In an arm with a `rate_power`, the projector's second layer has another rate.
 PROJECTOR_RATE = 2e-4
 # Learning rate of the norm behind the projector.
 NORM_RATE = 1.2e-4
 
 
 class Projector(StrEnum):
-    """How an arm turns the seed's shared projector into its own.
+    """What an arm does with the shared projector, from which all arms of a seed start.
 
-    The shared projector is scaled, so that image tokens enter the decoder at the text's norm T. `k` is the number that
-    this scale divided the second layer by.
+    T is the mean norm of text embeddings. Before the shared projector was scaled, image tokens had k times that norm.
+    The scaling divided the projector's second layer by k.
     """
 
     PLAIN = "plain"
-    """The second layer is multiplied by k, as in a plain Llava: image tokens enter at k times the text's norm."""
+    """Undo the scaling: multiply the second layer by k. Image tokens enter the decoder at k times T."""
     SCALED = "scaled"
-    """The shared projector as it is: image tokens enter at the text's norm."""
+    """Take the shared projector as it is. Image tokens enter the decoder at T."""
     NORM = "norm"
-    """The plain projector with a LayerNorm with GWC behind it, whose gain starts at the text's norm."""
+    """Undo the scaling, and add a LayerNorm with GWC behind the projector. Image tokens enter the decoder at T."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of starting and training a model."""
+    """One way to make and train a model."""
 
     name: str
     projector: Projector
     rate_power: int = 0
-    """The second layer's learning rate is `PROJECTOR_RATE` times k to this power."""
+    """The learning rate of the projector's second layer is `PROJECTOR_RATE` times k to this power."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A question with the runs that answer it."""
+    """A question with the runs that answer it: every arm with every seed."""
 
     number: int
     question: str
     arms: tuple[Arm, ...]
     steps: int
+    """Number of training steps of each run."""
     seeds: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the study: an arm of a block with a seed."""
+    """One run: an arm of a block with a seed."""
 
     block: Block
     arm: Arm
@@ -62,11 +67,11 @@ class Cell:
 NOTHING = Arm("nothing", Projector.PLAIN)
 SCALED = Arm("scaled once", Projector.SCALED)
 LAYER_NORM = Arm("LayerNorm at T", Projector.NORM)
-# Image tokens enter at the text's norm, as in `SCALED`. Relative to its weights, the second layer learns as fast as in
-# `NOTHING`.
+# Image tokens enter the decoder at T, as in `SCALED`. The second layer's weights and its learning rate are both 1/k of
+# those in `NOTHING`. So relative to its weights, the layer learns as fast as there.
 SCALED_SLOWLY = Arm("scaled once, second layer at 1/k of the rate", Projector.SCALED, rate_power=-1)
-# Image tokens enter at k times the text's norm, as in `NOTHING`. Relative to its weights, the second layer learns as
-# fast as in `SCALED`.
+# Image tokens enter the decoder at k times T, as in `NOTHING`. The second layer's weights and its learning rate are
+# both k times those in `SCALED`. So relative to its weights, the layer learns as fast as there.
 NOTHING_FAST = Arm("nothing, second layer at k times the rate", Projector.PLAIN, rate_power=1)
 
 BLOCK_2 = Block(
@@ -76,8 +81,7 @@ BLOCK_2 = Block(
     steps=293,
     seeds=range(101, 109),
 )
-# Block 2's seeds for a second look. They run only if the first look leaves open whether `SCALED` or `LAYER_NORM` is
-# better.
+# Further seeds of block 2. They run only if the first seeds leave open whether `SCALED` or `LAYER_NORM` is better.
 BLOCK_2_MORE_SEEDS = range(109, 117)
 BLOCK_1 = Block(
     number=1,
@@ -91,7 +95,7 @@ BLOCKS = (BLOCK_2, BLOCK_1)
 
 
 def arms_done(block: Block, records: Sequence[Record]) -> dict[tuple[int, str], set[str]]:
-    """For each seed and processor of a block: the names of the arms that have a record."""
+    """The names of a block's arms that have a record, by seed and processor."""
     done: dict[tuple[int, str], set[str]] = defaultdict(set)
     for record in records:
         if record["block"] == block.number:
@@ -100,31 +104,30 @@ def arms_done(block: Block, records: Sequence[Record]) -> dict[tuple[int, str], 
 
 
 def complete_seeds(block: Block, records: Sequence[Record]) -> dict[int, str]:
-    """The seeds of a block that have run every arm on one processor, and that processor by seed.
+    """The seeds with which one processor has run every arm of a block, each with the name of that processor.
 
-    A seed may have run every arm on two processors. Then the processor that finished first is returned.
+    If several processors have run every arm with a seed, the processor that finished first is returned.
 
     Args:
         block: The block.
         records: Records in the order in which the runs ended.
     """
-    complete: dict[int, str] = {}
+    processor_by_seed: dict[int, str] = {}
     done: dict[tuple[int, str], set[str]] = defaultdict(set)
     for record in records:
-        if record["block"] != block.number or record["seed"] not in block.seeds:
+        seed = record["seed"]
+        processor = record["processor"]
+        if record["block"] != block.number or seed not in block.seeds:
             continue
-        arms = done[record["seed"], record["processor"]]
-        arms.add(record["arm"])
-        if len(arms) == len(block.arms):
-            complete.setdefault(record["seed"], record["processor"])
-    return complete
+        done[seed, processor].add(record["arm"])
+        is_complete = len(done[seed, processor]) == len(block.arms)
+        if is_complete and seed not in processor_by_seed:
+            processor_by_seed[seed] = processor
+    return processor_by_seed
 
 
 def records_that_count(block: Block, records: Sequence[Record]) -> list[Record]:
-    """The records of a block that its results are computed from.
-
-    These are the records of `complete_seeds`, each from the processor that ran every arm of its seed.
-    """
+    """The records that a block's results are computed from: those of each complete seed on its processor."""
     processor_by_seed = complete_seeds(block, records)
     chosen = []
     for record in records:
@@ -136,21 +139,21 @@ def records_that_count(block: Block, records: Sequence[Record]) -> list[Record]:
 def cells_left(block: Block, records: Sequence[Record], processor: str) -> list[Cell]:
     """The runs of a block that this processor has to do, in order.
 
-    All arms of a seed must run on one processor. So this processor first finishes the seeds that it began, then runs
-    the seeds that no processor has begun. Last come the seeds that another processor began: here all of their arms
-    run again.
+    All arms of a seed must run on one processor. So this processor first finishes the seeds that it began, and then
+    takes the seeds that no processor has begun. The seeds that only another processor has begun come last: this
+    processor then runs all of their arms, including those that the other processor has done.
     """
     done = arms_done(block, records)
     begun_anywhere = {seed for seed, _ in done}
     complete = complete_seeds(block, records)
-    unfinished = [seed for seed in block.seeds if seed not in complete]
+    incomplete = [seed for seed in block.seeds if seed not in complete]
 
-    begun_here = [seed for seed in unfinished if (seed, processor) in done]
-    untouched = [seed for seed in unfinished if seed not in begun_anywhere]
-    begun_elsewhere = [seed for seed in unfinished if seed in begun_anywhere and seed not in begun_here]
+    begun_here = [seed for seed in incomplete if (seed, processor) in done]
+    begun_nowhere = [seed for seed in incomplete if seed not in begun_anywhere]
+    begun_elsewhere = [seed for seed in incomplete if seed in begun_anywhere and seed not in begun_here]
 
     cells = []
-    for seed in [*begun_here, *untouched, *begun_elsewhere]:
+    for seed in [*begun_here, *begun_nowhere, *begun_elsewhere]:
         arms_done_here = done.get((seed, processor), set())
         for arm in block.arms:
             if arm.name not in arms_done_here:

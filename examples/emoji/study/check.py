@@ -2,10 +2,10 @@
 
     python -m examples.emoji.study.check SEED
 
-The study makes all arms from one alignment; the command aligns each arm by itself. This makes every arm of block 2 in
-both ways. For each model it prints the norm of its image tokens, the percentage of drawings whose image tokens point
-at the right name, and the mean cosine between its image tokens and those of the shared start. It writes the same into
-`runs/emoji/study/check-SEED.json`.
+The study aligns one projector, the shared start, and makes all arms from it. `training/compose.py` aligns each arm by
+itself. This command makes every arm of block 2 in both ways. For each model it prints the norm of image tokens, the
+percentage of drawings whose image tokens point at the right name, and the mean cosine between its image tokens and
+those of the shared start. The same table is written into `runs/emoji/study/check-SEED.json`.
 """
 
 import argparse
@@ -40,8 +40,8 @@ OPTIONS = {
 }
 
 
-def compose_by_command(projector: Projector, seed: int, folder: Path) -> None:
-    """Compose and align an arm by the command, on the same captions as the study."""
+def compose_arm(projector: Projector, seed: int, folder: Path) -> None:
+    """Compose and align an arm by `training/compose.py`, on the same captions as in the study."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     captions = write_rows("captions.json", folder.parent)
     compose = [
@@ -59,33 +59,35 @@ def compose_by_command(projector: Projector, seed: int, folder: Path) -> None:
 
 
 def mean_cosine(tokens: torch.Tensor, others: torch.Tensor) -> float:
-    """The mean cosine between corresponding image tokens, both `(num_drawings, num_patches, hidden_size)`."""
+    """The mean cosine between the image tokens of two models, each `(num_drawings, num_patches, hidden_size)`."""
     return nn.functional.cosine_similarity(tokens, others, dim=-1).mean().item()
 
 
 def check_arms(seed: int) -> list[Record]:
-    """A row of measures for each arm and each way of making it."""
+    """The rows of the table: measures of each arm's model, once made by the study and once by the command."""
     start = WORK / f"check-{seed}" / "start"
     if not start.exists():
         make_start(seed, start)
     drawings = []
     for artist in PRIMARY:
         drawings += drawings_by(artist)
-    shared = NormLlavaForConditionalGeneration.from_pretrained(start).eval()
-    shared_tokens = image_tokens(shared, AutoProcessor.from_pretrained(start), drawings)
+    shared_model = NormLlavaForConditionalGeneration.from_pretrained(start).eval()
+    shared_processor = AutoProcessor.from_pretrained(start)
+    shared_tokens = image_tokens(shared_model, shared_processor, drawings)
 
     rows = []
     for arm in BLOCK_2.arms:
         composed = WORK / f"check-{seed}" / arm.projector.value
         if not (composed / "processor_config.json").exists():
-            compose_by_command(arm.projector, seed, composed)
-        by_command = NormLlavaForConditionalGeneration.from_pretrained(composed)
-        by_study, processor = make_arm_model(arm, start)
+            compose_arm(arm.projector, seed, composed)
+        model_by_command = NormLlavaForConditionalGeneration.from_pretrained(composed)
+        model_by_study, processor = make_arm_model(arm, start)
 
-        for way, model in (("study", by_study), ("command", by_command)):
+        for made_by, model in (("study", model_by_study), ("command", model_by_command)):
             measured = measure_tokens(model.eval(), processor)
-            cosine = mean_cosine(image_tokens(model, processor, drawings), shared_tokens)
-            rows.append({"arm": arm.name, "made by": way, **measured, "cosine to the shared start": cosine})
+            tokens = image_tokens(model, processor, drawings)
+            cosine = mean_cosine(tokens, shared_tokens)
+            rows.append({"arm": arm.name, "made by": made_by, **measured, "cosine to the shared start": cosine})
     return rows
 
 
@@ -98,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main() -> None:
-    """Print and write the comparison of a seed's arms."""
+    """Print the table of a seed's arms, and write it."""
     seed = parse(build_parser()).seed
     WORK.mkdir(parents=True, exist_ok=True)
     rows = check_arms(seed)

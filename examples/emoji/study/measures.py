@@ -1,4 +1,4 @@
-"""Measures a model of the study: its right names, the norm of its image tokens, and the names that they point at."""
+"""Measures a model of the study: its right names, and the norm and direction of its image tokens."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training.align import embed_captions
 
 
-# The study's outcome is measured on the drawings of the primary artists. The secondary artist's are only reported. No
-# model is trained on any of them.
+# No model is trained on drawings by these artists. The primary artists' drawings decide the study. The results on the
+# secondary artist's drawings are only reported.
 PRIMARY = ("twemoji", "emojione")
 SECONDARY = ("openmoji",)
 BATCH_SIZE = 64
-# Names whose drawings nearly agree, already among the drawings that models are trained on. A name on the left counts
-# as the name on the right.
+# Pairs of things whose drawings are near copies of each other, as one sees in the drawings that models are trained on.
+# The name on the left counts as the name on the right.
 SAME_DRAWING = {
     "ram": "ewe",
     "two hump camel": "camel",
@@ -36,24 +36,26 @@ SAME_DRAWING = {
 
 
 def read_pictures() -> list[Record]:
-    """All drawings of all artists, with their names."""
+    """The list of all drawings, each with its file, its artist (`set`) and its name."""
     return json.loads((RUN / "pictures" / "pictures.json").read_text(encoding="utf-8"))
 
 
 def drawings_by(artist: str) -> list[Record]:
-    """An artist's drawings, in the order of the list, which is the same in every run."""
+    """An artist's drawings. Their order is that of the list, so it is the same in every run."""
     return [record for record in read_pictures() if record["set"] == artist]
 
 
 def all_names() -> list[str]:
-    """All names that a model chooses from."""
+    """All names, from which a model chooses."""
     return sorted({record["name"] for record in read_pictures()})
 
 
 def is_right(given: str, record: Record) -> bool:
-    """Whether a given name is right for a drawing. The name of a near copy is right too."""
-    wanted = record["name"]
-    return SAME_DRAWING.get(given, given) == SAME_DRAWING.get(wanted, wanted)
+    """Whether a given name is right for a drawing. The name of a near copy is right too (`SAME_DRAWING`)."""
+    right = record["name"]
+    given_counts_as = SAME_DRAWING.get(given, given)
+    right_counts_as = SAME_DRAWING.get(right, right)
+    return given_counts_as == right_counts_as
 
 
 def as_digits(hits: list[bool]) -> str:
@@ -65,7 +67,7 @@ def as_digits(hits: list[bool]) -> str:
 def image_tokens(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, records: list[Record]
 ) -> torch.Tensor:
-    """The image tokens that enter the decoder, in float32: `(num_drawings, num_patches, hidden_size)`."""
+    """The image tokens of drawings that enter the decoder, `(num_drawings, num_patches, hidden_size)` in float32."""
     tokens = []
     for start in range(0, len(records), BATCH_SIZE):
         images = [open_picture(record) for record in records[start : start + BATCH_SIZE]]
@@ -80,15 +82,18 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
     """Measure the image tokens of the primary artists' drawings, without running the language model.
 
     Returns:
-        `norm`, the mean L2 norm of image tokens over T, the mean norm of text embeddings (eq. 11); and
-        `names_by_tokens`, the percentage of drawings whose tokens point at the right name. Tokens point at the name
-        whose embeddings have the nearest direction, as training/align.py defines it.
+        `norm`: the mean L2 norm of image tokens, divided by T, the mean norm of text embeddings.
+        `names_by_tokens`: the percentage of drawings whose image tokens point at the right name. Image tokens point at
+        the name whose text embeddings are nearest to them in direction.
     """
-    records = [record for artist in PRIMARY for record in drawings_by(artist)]
+    records = []
+    for artist in PRIMARY:
+        records += drawings_by(artist)
     names = all_names()
     tokens = image_tokens(model, processor, records)
     target = text_norm_target(vocabulary_norms(model))
 
+    # As in training/align.py, the mean of the vocabulary's embeddings is subtracted before directions are compared.
     name_directions, mean_direction = embed_captions(model, processor, names)
     token_directions = nn.functional.normalize(tokens, dim=-1) - mean_direction
     drawing_directions = nn.functional.normalize(token_directions.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]
@@ -104,10 +109,11 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
 
 @torch.no_grad()
 def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> Record:
-    """Measure the model's answers and its language.
+    """Measure the names that a model gives to drawings, and its perplexity.
 
     Returns:
-        `hits`, for each artist the digits of `as_digits`; and `perplexity`, of text that no model here is trained on.
+        `hits`: for each artist, the digits of `as_digits`.
+        `perplexity`: the perplexity of text that no model here is trained on.
     """
     names = all_names()
     hits = {}
@@ -121,20 +127,29 @@ def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProc
 
 
 def measure_gain(model: Any) -> float | None:
-    """The mean gain of the projector's norm over the gain that it started with; `None` if there is no norm."""
+    """How much the gain (the weight) of the projector's LayerNorm has grown in training.
+
+    Returns:
+        The mean gain divided by the gain at the start; `None` if the model has no LayerNorm there.
+    """
     config = model.config
     if config.projector_norm == "none":
         return None
-    start = config.projector_norm_target / config.text_config.hidden_size**0.5
-    return model.model.multi_modal_projector.norm.weight.mean().item() / start
+    gain_at_start = config.projector_norm_target / config.text_config.hidden_size**0.5
+    gain = model.model.multi_modal_projector.norm.weight.mean().item()
+    return gain / gain_at_start
 
 
 def read_training(folder: Path, max_grad_norm: float = 1.0) -> Record:
-    """Read what a training logged.
+    """Read what the trainer logged.
+
+    Args:
+        folder: Folder of the trained model.
+        max_grad_norm: The gradient norm above which the trainer clipped the gradient of a module.
 
     Returns:
-        `losses`, the loss of each logged step; and `clipped`, for each module the percentage of logged steps in which
-        its gradient was clipped.
+        `losses`: the loss of each logged step.
+        `clipped`: for each module, the percentage of logged steps in which its gradient was clipped.
     """
     steps = pd.read_json(folder / "metrics.jsonl", lines=True).dropna(subset="loss")
     clipped = {}

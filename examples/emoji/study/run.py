@@ -1,6 +1,9 @@
 """Does one run of the study: makes the arm's model, trains it, measures it, and writes the run's record.
 
-python -m examples.emoji.study.run BLOCK ARM SEED START FOLDER COMMIT
+    python -m examples.emoji.study.run BLOCK ARM SEED START FOLDER COMMIT
+
+`examples.emoji.study` calls this for each run. BLOCK is the block's number, ARM the arm's name, START the folder of
+the seed's shared start, FOLDER the run's own folder, and COMMIT the commit that the study was started at.
 """
 
 import json
@@ -27,29 +30,31 @@ RECIPE = "training/recipes/SmolLM2-135M-Instruct/stage2.yaml"
 
 
 def processor_name() -> str:
-    """The name of the hardware that all arms of a seed must run on: the GPU, or the CPU and the instructions in use.
+    """The name of this machine's processor: of the GPU, or of the CPU with the instructions that torch uses.
 
-    The number of threads is not part of it: it depends on how many runs share the machine, and changes only rounding.
+    All arms of a seed must run on one processor. The number of threads may differ, since it changes only rounding.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
 
-    # The file describes each core; the first one stands for all.
-    cpu_fields: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+    # A paragraph for each core, with lines such as "model name : Intel(R) Xeon(R) Processor". The first core is read.
+    first_core, *_ = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")
+    fields = {}
+    for line in first_core.splitlines():
         field, _, value = line.partition(":")
-        cpu_fields.setdefault(field.strip(), value.strip())
+        fields[field.strip()] = value.strip()
 
-    name = cpu_fields.get("model name", platform.machine())
-    model = f"family {cpu_fields.get('cpu family')} model {cpu_fields.get('model')}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{name} ({model}), {capability}"
+    name = fields.get("model name", platform.machine())
+    family = fields.get("cpu family")
+    model = fields.get("model")
+    instructions = torch.backends.cpu.get_cpu_capability()  # such as "AVX512"
+    return f"{name} (family {family} model {model}), {instructions}"
 
 
 def claim_folder(folder: Path, commit: str) -> None:
-    """Make a run's folder. An existing folder is kept if this commit began it on this processor, otherwise emptied.
+    """Make a folder for this commit on this processor. If it exists already for both, it is kept as it is.
 
-    A training would go on from a checkpoint in the folder, which must not be that of another commit or processor.
+    A folder of another commit or another processor is emptied, so that training doesn't go on from a checkpoint in it.
     """
     begun_by = {"commit": commit, "processor": processor_name()}
     marker = folder / "begun_by.json"
@@ -60,16 +65,16 @@ def claim_folder(folder: Path, commit: str) -> None:
     marker.write_text(json.dumps(begun_by), encoding="utf-8")
 
 
-def second_layer_rate(arm: Arm, norm_ratio: float) -> float:
-    """The learning rate of the projector's second layer. `norm_ratio` is docs/study.md's k (see `read_norm_ratio`)."""
-    return PROJECTOR_RATE * norm_ratio**arm.rate_power
+def second_layer_rate(arm: Arm, k: float) -> float:
+    """The learning rate of the projector's second layer. `k` is the number that `read_norm_ratio` returns."""
+    return PROJECTOR_RATE * k**arm.rate_power
 
 
-def train(cell: Cell, untrained: Path, trained: Path, rate: float) -> None:
-    """Train a cell's model. Training goes on from its last checkpoint if there is one.
+def train_model(cell: Cell, untrained: Path, trained: Path, rate: float) -> None:
+    """Train a run's model. Training goes on from its last checkpoint if there is one.
 
     Args:
-        cell: The cell.
+        cell: The run.
         untrained: Folder of the model to train.
         trained: Folder to write the trained model to.
         rate: Learning rate of the projector's second layer.
@@ -92,13 +97,16 @@ def train(cell: Cell, untrained: Path, trained: Path, rate: float) -> None:
 
 
 def run_cell(cell: Cell, start: Path, folder: Path, commit: str) -> Record:
-    """Run a cell, and return its record.
+    """Make, train and measure the model of a run.
 
     Args:
-        cell: The cell.
+        cell: The run.
         start: Folder of the seed's shared start.
         folder: Folder of the run, in which the trained model stays.
         commit: Commit of this code.
+
+    Returns:
+        The run's record.
     """
     started = time.monotonic()
     claim_folder(folder, commit)
@@ -109,16 +117,17 @@ def run_cell(cell: Cell, start: Path, folder: Path, commit: str) -> Record:
     model, llava_processor = make_arm_model(cell.arm, start)
     model.save_pretrained(untrained)
     llava_processor.save_pretrained(untrained)
-    at_start = measure_tokens(model.to(device).eval(), llava_processor)
-    del model  # training, in a process of its own, needs the memory
+    measures_at_start = measure_tokens(model.to(device).eval(), llava_processor)
+    del model  # frees memory for training, which runs in another process
 
-    norm_ratio = read_norm_ratio(start)
-    rate = second_layer_rate(cell.arm, norm_ratio)
-    train(cell, untrained, trained, rate)
+    k = read_norm_ratio(start)
+    rate = second_layer_rate(cell.arm, k)
+    train_model(cell, untrained, trained, rate)
     shutil.rmtree(untrained)
 
     model = NormLlavaForConditionalGeneration.from_pretrained(trained).to(device).eval()
     llava_processor = AutoProcessor.from_pretrained(trained)
+    sft_record = json.loads((trained / "run.json").read_text(encoding="utf-8"))  # written by training/sft.py
     return {
         "block": cell.block.number,
         "arm": cell.arm.name,
@@ -126,41 +135,45 @@ def run_cell(cell: Cell, start: Path, folder: Path, commit: str) -> Record:
         "commit": commit,
         "processor": processor_name(),
         "threads": torch.get_num_threads(),
-        "data": json.loads((trained / "run.json").read_text(encoding="utf-8"))["data"],
-        "k": norm_ratio,
+        "data": sft_record["data"],
+        "k": k,
         "second_layer_rate": rate,
-        "start": at_start,
+        "start": measures_at_start,
         "end": measure_tokens(model, llava_processor),
         "gain": measure_gain(model),
         **read_training(trained),
         **measure_model(model, llava_processor),
-        # A run that was stopped and resumed has only the minutes since it was resumed.
+        # If the run was stopped and resumed, these are the minutes since it was resumed.
         "minutes": (time.monotonic() - started) / 60,
     }
 
 
-def find_cell(block: int, arm: str, seed: int) -> Cell:
-    """The cell with this block's number, this arm's name and this seed."""
-    for candidate in BLOCKS:
-        if candidate.number == block:
-            arms_by_name = {member.name: member for member in candidate.arms}
-            return Cell(candidate, arms_by_name[arm], seed)
-    raise KeyError(block)
+def find_cell(block_number: int, arm_name: str, seed: int) -> Cell:
+    """The run with this block's number, this arm's name and this seed.
+
+    Raises:
+        KeyError: if there is no such block, or the block has no such arm.
+    """
+    blocks = {block.number: block for block in BLOCKS}
+    block = blocks[block_number]
+    arms = {arm.name: arm for arm in block.arms}
+    return Cell(block, arms[arm_name], seed)
 
 
-def main(block: str, arm: str, seed: str, start: str, folder: str, commit: str) -> None:
-    """Run a cell, and write `record.json` into its folder.
+def main(block_number: str, arm_name: str, seed: str, start: str, folder: str, commit: str) -> None:
+    """Do a run, and write `record.json` into its folder. The arguments are those of the command line.
 
     Raises:
         RuntimeError: if the code has changed since the study was started.
     """
-    commit_now = current_commit()
+    commit_now = current_commit()  # None if this copy has no repository
     if commit_now is not None and commit_now != commit:
         raise RuntimeError(f"The study runs commit {commit}, and the code is {commit_now}.")
 
-    # Convolutions would otherwise round to 10 bits on a GPU.
+    # Otherwise convolutions on a GPU would round float32 to TF32.
     torch.backends.cudnn.allow_tf32 = False
-    record = run_cell(find_cell(int(block), arm, int(seed)), Path(start), Path(folder), commit)
+    cell = find_cell(int(block_number), arm_name, int(seed))
+    record = run_cell(cell, Path(start), Path(folder), commit)
     Path(folder, "record.json").write_text(json.dumps(record), encoding="utf-8")
 
 

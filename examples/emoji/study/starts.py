@@ -2,8 +2,9 @@
 
     python -m examples.emoji.study.starts SEED FOLDER
 
-The shared start is a composed model with a scaled and aligned projector. As all arms of a seed begin with it, they
-differ only in what the arm changes.
+The command makes a shared start. This is a composed model whose projector is scaled, so that image tokens have T, the
+mean norm of text embeddings, and then aligned with captions. All arms of a seed start from it, and so differ only in
+what the arm changes.
 """
 
 import json
@@ -24,20 +25,24 @@ from training.align import align
 from training.compose import compose, interface_norms
 
 
-# The artist whose drawings are left out of training, in addition to the two that the example itself holds out. The
-# study's outcome is measured on EmojiOne's and Twemoji's drawings.
+# The artist whose drawings the study leaves out of training. The example's files of rows have no drawings by the two
+# artists that the example itself holds out, Twemoji and OpenMoji.
 LEFT_OUT = "emojione"
 START_FILE = "start.json"
 
 
 def write_rows(name: str, folder: Path) -> Path:
-    """Copy one of the example's files of rows into a folder, without the rows about drawings of `LEFT_OUT`.
+    """Copy one of the example's files of rows into a folder, without the rows about drawings by `LEFT_OUT`.
 
     Returns:
-        The new file.
+        The path of the copy.
     """
     rows = json.loads((RUN / "pictures" / name).read_text(encoding="utf-8"))
-    kept = [row for row in rows if not row.get("image", "").startswith(f"{LEFT_OUT}/")]
+    kept = []
+    for row in rows:
+        image = row.get("image", "")  # such as "emojione/cat-face-12.png"; a row may have no image
+        if not image.startswith(f"{LEFT_OUT}/"):
+            kept.append(row)
 
     path = folder / name
     path.write_text(json.dumps(kept), encoding="utf-8")
@@ -45,10 +50,10 @@ def write_rows(name: str, folder: Path) -> Path:
 
 
 def make_start(seed: int, folder: Path) -> None:
-    """Make a seed's shared start: compose a model, scale its projector to the text's norm, align it, and save it.
+    """Make a seed's shared start: compose a model, scale its projector to T, align the projector, and save the model.
 
-    This is what `training/compose.py --projector_norm none --scale_projector --captions` does. `start.json` holds `k`,
-    the norm of image tokens over the text's norm before the projector was scaled.
+    `training/compose.py --projector_norm none --scale_projector --captions` does the same. Here the folder also gets
+    `START_FILE` with the number `k` of `read_norm_ratio`.
     """
     parts: dict[str, Any] = {
         "vision_model_path": str(RUN / "vision"),
@@ -57,42 +62,51 @@ def make_start(seed: int, folder: Path) -> None:
         "vision_feature_layer": -1,
         "seed": seed,
     }
-    unscaled, processor = compose(**parts)
-    norms = interface_norms(unscaled, processor)
-    del unscaled
+    unscaled_model, processor = compose(**parts)
+    norms = interface_norms(unscaled_model, processor)
+    k = norms["projector_output"] / norms["text"]
+    del unscaled_model
 
-    # All is written into a folder aside, which gets its name at the end: a folder with that name is whole.
-    aside = folder.with_name(f"{folder.name}-aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    captions: Any = load_rows(str(write_rows("captions.json", aside)), str(RUN / "pictures"))
+    # Everything is written into another folder, which is renamed at the end. So if `folder` exists, it is complete.
+    unfinished = folder.with_name(f"{folder.name}-aside")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    captions_file = write_rows("captions.json", unfinished)
+    captions: Any = load_rows(str(captions_file), str(RUN / "pictures"))
     model, processor = compose(**parts, scale_projector=True)
     align(model, processor, captions, seed)
 
-    model.save_pretrained(aside)
-    processor.save_pretrained(aside)
-    k = norms["projector_output"] / norms["text"]
-    (aside / START_FILE).write_text(json.dumps({"seed": seed, "k": k}), encoding="utf-8")
-    aside.replace(folder)
+    model.save_pretrained(unfinished)
+    processor.save_pretrained(unfinished)
+    (unfinished / START_FILE).write_text(json.dumps({"seed": seed, "k": k}), encoding="utf-8")
+    unfinished.replace(folder)
 
 
 def read_norm_ratio(start: Path) -> float:
-    """The k of docs/study.md: image tokens' norm over the text's norm, before the projector was scaled to it."""
-    return json.loads((start / START_FILE).read_text(encoding="utf-8"))["k"]
+    """The number k of docs/study.md: the norm of image tokens before the projector was scaled, divided by T."""
+    fields = json.loads((start / START_FILE).read_text(encoding="utf-8"))
+    return fields["k"]
 
 
 @torch.no_grad()
 def make_arm_model(arm: Arm, start: Path) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """The untrained model of an arm, made from the seed's shared start, and its processor."""
+    """Make the untrained model of an arm from the seed's shared start.
+
+    Returns:
+        The model and its processor.
+    """
     model: Any = NormLlavaForConditionalGeneration.from_pretrained(start)
     processor = AutoProcessor.from_pretrained(start)
     projector = model.model.multi_modal_projector
 
+    # Undo the scaling.
     if arm.projector is not Projector.SCALED:
         model.config.projector_scaled = False
+        k = read_norm_ratio(start)
         for parameter in projector.linear_2.parameters():
-            parameter *= read_norm_ratio(start)
+            parameter *= k
 
+    # Add a LayerNorm whose output has the norm T: its gain is T over the square root of the hidden size.
     if arm.projector is Projector.NORM:
         target = text_norm_target(vocabulary_norms(model))
         hidden_size = model.config.text_config.hidden_size

@@ -1,6 +1,8 @@
-"""Trains a run's model by training/sft.py, with another learning rate for the projector's second layer.
+"""Trains the model of a run as training/sft.py does, but the projector's second layer has its own learning rate.
 
-python -m examples.emoji.study.train RATE --config training/recipes/SmolLM2-135M-Instruct/stage2.yaml ...
+    python -m examples.emoji.study.train RATE --config training/recipes/SmolLM2-135M-Instruct/stage2.yaml ...
+
+RATE is the second layer's learning rate. The options after it are those of training/sft.py.
 """
 
 import sys
@@ -17,9 +19,9 @@ from training.trainer import NormLlavaTrainer
 
 
 class SecondLayerTrainer(NormLlavaTrainer):
-    """A [`NormLlavaTrainer`] with another learning rate for the projector's second layer.
+    """A [`NormLlavaTrainer`] that has another learning rate for the projector's second layer.
 
-    Gradients are clipped as in `NormLlavaTrainer`: both layers of the projector together, as one module.
+    Gradients are clipped as in `NormLlavaTrainer`: those of the projector's two layers together, as one module.
     """
 
     def __init__(self, second_layer_rate: float, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +30,7 @@ class SecondLayerTrainer(NormLlavaTrainer):
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of `NormLlavaTrainer`, with the second layer's parameters in groups of their own."""
+        """The optimizer of `NormLlavaTrainer`, but the second layer's parameters are in groups of their own."""
         if self.optimizer is not None:
             return self.optimizer
 
@@ -37,23 +39,23 @@ class SecondLayerTrainer(NormLlavaTrainer):
 
         groups = []
         for group in optimizer.param_groups:
-            others = [parameter for parameter in group["params"] if parameter not in second_layer]
-            moved_out = [parameter for parameter in group["params"] if parameter in second_layer]
-            if others:
-                groups.append(group | {"params": others})
-            if moved_out:
-                groups.append(group | {"params": moved_out, "lr": self._second_layer_rate})
+            in_second_layer = [parameter for parameter in group["params"] if parameter in second_layer]
+            elsewhere = [parameter for parameter in group["params"] if parameter not in second_layer]
+            if elsewhere:
+                groups.append(group | {"params": elsewhere})
+            if in_second_layer:
+                groups.append(group | {"params": in_second_layer, "lr": self._second_layer_rate})
         optimizer.param_groups = groups
         return optimizer
 
 
-def main(rate: float, argv: list[str]) -> None:
+def main(second_layer_rate: float, argv: list[str]) -> None:
     """Train with the options of training/sft.py, and this learning rate for the projector's second layer."""
-    # Convolutions would otherwise round to 10 bits on a GPU.
+    # Otherwise convolutions on a GPU would round float32 to TF32.
     torch.backends.cudnn.allow_tf32 = False
 
-    # sft has no option for this rate, as only the study needs it. So its trainer is replaced while it runs.
-    study_trainer: Any = partial(SecondLayerTrainer, rate)
+    # training/sft.py has no option for this rate, so its trainer's class is replaced while it runs.
+    study_trainer: Any = partial(SecondLayerTrainer, second_layer_rate)
     usual_trainer = sft.NormLlavaTrainer
     sft.NormLlavaTrainer = study_trainer  # type: ignore[misc]
     try:
@@ -64,4 +66,4 @@ def main(rate: float, argv: list[str]) -> None:
 
 if __name__ == "__main__":
     with command():
-        main(float(sys.argv[1]), sys.argv[2:])
+        main(second_layer_rate=float(sys.argv[1]), argv=sys.argv[2:])

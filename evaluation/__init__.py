@@ -1,1 +1,1 @@
-"""Benchmarks of trained models. This package runs the public harnesses lmms-eval and lm-eval, which score the models."""
+"""Benchmarks of trained models. This package runs two public harnesses, lmms-eval and lm-eval, which score them."""

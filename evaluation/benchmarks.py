@@ -11,8 +11,8 @@ from typing import Literal
 # What a harness logs for each row of a task:
 # - "score": the row's score.
 # - "answer": the model's answer and the right answer.
-# - "answer in each order": the model's answer and the right answer as well. But several rows ask the same question, with
-#   its options in different orders, as in MMBench, and the question is right only if the answer is right in every order.
+# - "answer in each order": the same two answers. But several rows ask the same question, with its options in different
+#   orders, as in MMBench. The question is right only if the answer is right in every order.
 RowLog = Literal["score", "answer", "answer in each order"]
 
 
@@ -107,7 +107,7 @@ PAPER = (
         choice="likelihood of letters, no chat format",
     ),
 )
-# The repository's own tasks, from `evaluation/tasks`. lmms-eval asks every task in the model's chat format, and lm-eval
+# The repository's own tasks, from `evaluation/tasks`. lmms-eval asks every task in the model's chat format, lm-eval
 # only these.
 OURS = (
     Benchmark(title="digits", harness="lmms-eval", task="digits", metric="exact_match"),

@@ -42,8 +42,8 @@ MODULES = {"lmms-eval": "lmms_eval", "lm-eval": "lm_eval"}
 # take quotes as part of the path.
 REFUSED_CHARACTERS = ",\"'[]{}"
 
-# Raise this number when a change of `build_command` or of lmms_eval_model.py changes answers. Results that were recorded
-# with another number are then measured again.
+# Raise this number when a change of `build_command` or of lmms_eval_model.py changes answers. Results that were
+# recorded with another number are then measured again.
 REVISION = 1
 
 

@@ -59,8 +59,8 @@ class RowCount:
 class Report:
     """The part of a harness's report that is used here. It has the same form in both harnesses.
 
-    The keys of all fields are names of tasks. MMLU is a group of tasks, one for each subject: `results` has an entry for
-    the group, and the other fields have an entry for each subject.
+    The keys of all fields are names of tasks. MMLU is a group of tasks, one for each subject: `results` has an entry
+    for the group, and the other fields have an entry for each subject.
 
     Attributes:
         results: Scores by metric and answer filter, such as "exact_match,none".
@@ -184,7 +184,7 @@ def describe_split(report: Report, settings: Settings) -> str:
 
 
 def describe_command(benchmark: Benchmark, settings: Settings, model: Model) -> str:
-    """The command that measures a result again. Of an absolute path only the last name is kept, to hide local folders."""
+    """The command that measures a result again. An absolute path is cut to its last name, to hide local folders."""
     name = model.path.name if model.path.is_absolute() else model.name
     command = f"python -m evaluation {name} --tasks {benchmark.task}"
     if settings.dtype != "auto":

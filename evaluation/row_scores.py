@@ -9,8 +9,8 @@ import pandas as pd
 from evaluation.benchmarks import Benchmark
 
 
-# MMBench repeats a question with its options in other orders. Each repetition of question 7 adds this to its index: the
-# indices are 7, 1000007, 2000007 and so on.
+# MMBench repeats a question with its options in other orders, and adds this to the index for each repetition: question
+# 7 has the indices 7, 1000007, 2000007 and so on.
 INDEX_STEP = 1_000_000
 
 

@@ -38,8 +38,8 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     packed_compiled = replace(packed, compiled=True)
     bare = replace(packed_compiled, trainer="bare")
 
-    # The name of an arm, its training, and the name of the arm that it is compared with. In names, "as it is" means with
-    # default options, and "+" adds options to those of an earlier arm. The last arm takes longest to compile.
+    # The name of an arm, its training, and the name of the arm that it is compared with. In names, "as it is" means
+    # with default options, and "+" adds options to those of an earlier arm. The last arm takes longest to compile.
     named_trainings = [
         ("stage 2: TRL as it is", trl, None),
         ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_at_best, "stage 2: TRL as it is"),

@@ -1,4 +1,4 @@
-"""Reading scores and their errors from a harness's files, keeping results, and the table. No harness runs here."""
+"""Tests of reading a harness's files, of keeping results, and of the table. No harness runs here."""
 
 import importlib
 import json
@@ -30,13 +30,14 @@ SETTINGS = Settings(batch_size=8, num_processes=1, dtype="auto", limit=None)
 
 
 def make_row_scores(scores: Sequence[float], groups: str | None = None) -> pd.Series:
-    """Scores of rows, indexed as `read_row_scores` does. `groups` has a letter for the group of each row."""
+    """Scores of rows, indexed as by `read_row_scores`. `groups` has a letter for each row, the name of its group."""
     group_index = [""] * len(scores) if groups is None else list(groups)
     row_index = [str(number) for number in range(len(scores))]
     return pd.Series(scores, [group_index, row_index], dtype=float).rename_axis(["group", "row"])
 
 
 def make_result(score: float, row_scores: pd.Series | None = None) -> TaskResult:
+    """A result of the digits with this score."""
     evaluation = Evaluation(
         task="digits",
         dataset="d",
@@ -53,6 +54,7 @@ def make_result(score: float, row_scores: pd.Series | None = None) -> TaskResult
 
 
 def make_model(folder: Path, fingerprint: str = "fingerprint") -> Model:
+    """A model in this folder, which need not hold any file of a model."""
     return Model(name="runs/mine", path=folder, fingerprint=fingerprint, weights="weights")
 
 
@@ -63,60 +65,72 @@ def harness_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_sample(number: int, **fields: Any) -> dict[str, Any]:
-    """An entry of a harness's row log."""
+    """An entry of a harness's row log, with these fields added or replaced."""
     sample = {"doc_id": number, "target": "A", "input": f"question {number}"}
     return {**sample, **fields}
 
 
-def log_orders(*right_answers: str) -> list[dict[str, Any]]:
-    """What MMBench's metric is given for questions that are asked twice, with their options in two orders.
+def make_samples(task: str, metric_inputs: list[Any]) -> list[dict[str, Any]]:
+    """A row log of a task, by what its metric is given for each row."""
+    metric = command_line.BENCHMARKS[task].metric
+    return [make_sample(number, **{metric: metric_input}) for number, metric_input in enumerate(metric_inputs)]
 
-    The right answers come in pairs, one for each order of a question. The model's answer is always " a.".
-    """
-    metric_inputs = []
-    for number, right_answer in enumerate(right_answers):
-        question = number // 2
-        order = number % 2
-        index = question + 1_000_000 * order
-        metric_inputs.append({"index": index, "prediction": " a.", "answer": right_answer})
-    return metric_inputs
+
+# What MMBench's metric is given where "A" is right for question 0 in both orders of its options, and for question 1 only
+# in the first order.
+MMBENCH_INPUTS = [
+    {"index": 0, "prediction": " a.", "answer": "A"},
+    {"index": 1_000_000, "prediction": " a.", "answer": "A"},
+    {"index": 1, "prediction": " a.", "answer": "A"},
+    {"index": 1_000_001, "prediction": " a.", "answer": "B"},
+]
+# Of two categories, with the means 1 and 0.
+MMSTAR_INPUTS = [
+    {"score": 1.0, "l2_category": "a"},
+    {"score": 1.0, "l2_category": "a"},
+    {"score": 0.0, "l2_category": "b"},
+]
+SEEDBENCH_INPUTS = [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer": "A"}]
 
 
 @pytest.mark.parametrize(
-    ("task", "metric_inputs", "score", "expected"),
+    ("task", "metric_inputs", "expected"),
     [
-        ("digits", [1.0, 0.0, 0.0, 1.0], 0.5, [1, 0, 0, 1]),
-        ("pope", [{"score": 1.0}, {"score": 0.0}], 0.5, [1, 0]),
-        ("mmstar", [{"score": 1.0, "l2_category": "a"}] * 2 + [{"score": 0.0, "l2_category": "b"}], 0.5, [1, 1, 0]),
-        ("seedbench_2_plus", [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer": "A"}], 0.5, [1, 0]),
-        # The second question is wrong in its second order.
-        ("mmbench_en_dev_static", log_orders("A", "A", "A", "B"), 0.5, [1, 0]),
-        # The reported score is not the rows' mean: it is their F1.
-        ("pope", [{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}], 0.67, None),
-        # Logs of an unknown form.
-        ("pope", [{"score": 1.0}, {"hit": 1.0}], 1.0, None),
-        ("seedbench_2_plus", [{"score": 1.0}], 1.0, None),
-        ("mmbench_en_dev_static", [{"score": 1.0}], 1.0, None),
+        pytest.param("digits", [1.0, 0.0], [1, 0], id="number"),
+        pytest.param("pope", [{"score": 1.0}, {"score": 0.0}], [1, 0], id="score"),
+        pytest.param("mmstar", MMSTAR_INPUTS, [1, 1, 0], id="score and category"),
+        pytest.param("seedbench_2_plus", SEEDBENCH_INPUTS, [1, 0], id="answer"),
+        pytest.param("mmbench_en_dev_static", MMBENCH_INPUTS, [1, 0], id="answer in each order"),
     ],
 )
-def test_scores_of_rows_are_known_where_the_tasks_score_is_their_mean(
-    task: str, metric_inputs: list[Any], score: float, expected: list[float] | None
+def test_scores_of_rows_are_read_where_the_tasks_score_is_their_mean(
+    task: str, metric_inputs: list[Any], expected: list[float]
 ) -> None:
-    benchmark = command_line.BENCHMARKS[task]
-    samples = []
-    for number, metric_input in enumerate(metric_inputs):
-        samples.append(make_sample(number, **{benchmark.metric: metric_input}))
+    # In all cases the score is 0.5, as the mean of rows, of categories or of questions.
+    scores = read_row_scores(command_line.BENCHMARKS[task], 0.5, make_samples(task, metric_inputs))
+    assert scores is not None
+    assert list(scores) == expected
 
-    scores = read_row_scores(benchmark, score, samples)
-    if expected is None:
-        assert scores is None
-    else:
-        assert scores is not None
-        assert list(scores) == expected
+
+def test_scores_of_rows_are_unknown_where_the_tasks_score_is_not_their_mean() -> None:
+    samples = make_samples("pope", [{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}])
+    assert read_row_scores(command_line.BENCHMARKS["pope"], 0.67, samples) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "metric_inputs"),
+    [
+        pytest.param("pope", [{"score": 1.0}, {"hit": 1.0}], id="no score"),
+        pytest.param("seedbench_2_plus", [{"score": 1.0}], id="no answer"),
+        pytest.param("mmbench_en_dev_static", [{"score": 1.0}], id="no index"),
+    ],
+)
+def test_scores_of_rows_are_unknown_where_a_log_has_an_unknown_form(task: str, metric_inputs: list[Any]) -> None:
+    assert read_row_scores(command_line.BENCHMARKS[task], 1.0, make_samples(task, metric_inputs)) is None
 
 
 def read_row_index(**fields: Any) -> tuple[str, str]:
-    """The group and the row by which the entry of a row log is indexed."""
+    """The group and the row by which an entry of a row log with these fields is indexed."""
     scores = read_row_scores(DIGITS, 1.0, [make_sample(0, exact_match=1.0, **fields)])
     assert scores is not None
     return scores.index[0]
@@ -128,7 +142,13 @@ def test_a_row_has_the_same_index_for_every_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"doc_id": 1}, {"input": "another"}, {"target": "B"}, {"input": None, "prompt_hash": "p"}]
+    "fields",
+    [
+        pytest.param({"doc_id": 1}, id="number"),
+        pytest.param({"input": "another"}, id="question"),
+        pytest.param({"target": "B"}, id="right answer"),
+        pytest.param({"input": None, "prompt_hash": "p"}, id="hash of the question"),
+    ],
 )
 def test_another_question_has_another_index(fields: dict[str, Any]) -> None:
     assert read_row_index(**fields) != read_row_index()
@@ -140,7 +160,7 @@ def test_scores_are_unknown_where_a_row_is_there_twice() -> None:
 
 
 def write_report(
-    folder: Path, benchmark: Benchmark, scores: dict[str, Any], row_counts: dict[str, int], missing_field: str = ""
+    folder: Path, benchmark: Benchmark, scores: dict[str, Any], row_counts: dict[str, int], without: str | None = None
 ) -> None:
     """Write a harness's report about a task.
 
@@ -148,17 +168,17 @@ def write_report(
         folder: The folder that the harness was given.
         benchmark: The task.
         scores: The task's scores by metric and filter.
-        row_counts: Number of rows of each subtask.
-        missing_field: A field that is left out.
+        row_counts: Number of rows of each subtask; of the task itself if it has no subtasks.
+        without: A field of the report that is left out.
     """
     config = {"dataset_path": "owner/rows", "dataset_name": "en", "validation_split": "val"}
-    report = {
-        "results": {benchmark.task: scores},
-        "configs": dict.fromkeys(row_counts, config),
-        "n-shot": dict.fromkeys(row_counts, 0),
-        "n-samples": {subtask: {"original": 99, "effective": count} for subtask, count in row_counts.items()},
-    }
-    report.pop(missing_field, None)
+    report: dict[str, Any] = {"results": {benchmark.task: scores}, "configs": {}, "n-shot": {}, "n-samples": {}}
+    for subtask, count in row_counts.items():
+        report["configs"][subtask] = config
+        report["n-shot"][subtask] = 0
+        report["n-samples"][subtask] = {"original": 99, "effective": count}
+    if without is not None:
+        del report[without]
 
     names = {"lmms-eval": "2026_results.json", "lm-eval": "results_2026-01-01T00-00-00.0.json"}
     (folder / "model").mkdir()
@@ -170,7 +190,9 @@ def test_the_benchmarks_metric_is_taken_from_all_metrics(tmp_path: Path) -> None
     benchmark = command_line.BENCHMARKS["hellaswag"]
     write_report(tmp_path, benchmark, scores, {"hellaswag": 7})
     row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert (row.value, row.standard_error, row.n) == (0.4, 0.02, 7)
+    assert row.value == 0.4
+    assert row.standard_error == 0.02
+    assert row.n == 7
     assert row.dataset == "owner/rows, en"
 
 
@@ -179,7 +201,8 @@ def test_a_score_in_percent_becomes_a_fraction(tmp_path: Path) -> None:
     benchmark = command_line.BENCHMARKS["mmbench_en_dev_static"]
     write_report(tmp_path, benchmark, scores, {"mmbench_en_dev_static": 5})
     row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert (row.value, row.standard_error, row.n) == (0.6, 0.03, 5)
+    assert row.value == 0.6
+    assert row.standard_error == 0.03
 
 
 def test_the_rows_of_a_groups_subtasks_are_added_up(tmp_path: Path) -> None:
@@ -187,7 +210,9 @@ def test_the_rows_of_a_groups_subtasks_are_added_up(tmp_path: Path) -> None:
     benchmark = command_line.BENCHMARKS["mmlu"]
     write_report(tmp_path, benchmark, scores, {"mmlu_anatomy": 2, "mmlu_law": 3})
     row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert (row.value, row.standard_error, row.n) == (0.6, None, 5)
+    assert row.value == 0.6
+    assert row.standard_error is None
+    assert row.n == 5
     # The subtasks have different configurations of the dataset, so none is named.
     assert row.dataset == "owner/rows"
 
@@ -203,18 +228,15 @@ def test_a_result_says_how_it_was_measured(tmp_path: Path) -> None:
     assert row.command == "python -m evaluation secret --tasks hellaswag --dtype bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("scores", "missing_field", "message"),
-    [
-        ({"exact_match,none": "N/A"}, "", r"gave no exact_match; see the report in"),
-        ({"exact_match,none": 0.5}, "n-samples", r"2026_results\.json: n-samples: Field required"),
-    ],
-)
-def test_a_report_without_a_score_or_in_another_form_is_named(
-    scores: dict[str, Any], missing_field: str, message: str, tmp_path: Path
-) -> None:
-    write_report(tmp_path, DIGITS, scores, {"digits": 2}, missing_field)
-    with pytest.raises(UserError, match=message):
+def test_a_report_without_a_score_is_named(tmp_path: Path) -> None:
+    write_report(tmp_path, DIGITS, {"exact_match,none": "N/A"}, {"digits": 2})
+    with pytest.raises(UserError, match=r"gave no exact_match; see the report in"):
+        read_result(tmp_path, DIGITS, SETTINGS, make_model(tmp_path))
+
+
+def test_a_report_in_another_form_is_named(tmp_path: Path) -> None:
+    write_report(tmp_path, DIGITS, {"exact_match,none": 0.5}, {"digits": 2}, without="n-samples")
+    with pytest.raises(UserError, match=r"2026_results\.json: n-samples: Field required"):
         read_result(tmp_path, DIGITS, SETTINGS, make_model(tmp_path))
 
 

@@ -5,9 +5,11 @@
 
 After each step of a trainer the bare loop takes a step on the same batch, so that other load slows both. The trainer's
 time includes making the batch; the loop's doesn't. TRL trains plain Llava with the same weights, uses the chat format
-in both stages, and can't pack rows with pictures. `share_of_peak` is the trainer's speed over the peak, and
-`bare_share` the loop's: the peak is the speed of a matrix product of the language model's shapes. `--alone` leaves the
-loop out, so that the memory is the trainer's alone.
+in both stages, and can't pack rows with pictures. `--alone` leaves the loop out, so that the memory is the trainer's
+alone.
+
+In the table, `ratio` is the trainer's time over the loop's. `share_of_peak` is the trainer's speed over the peak, and
+`bare_share` the loop's. The peak is the speed of a matrix product with the language model's shapes.
 """
 
 import os
@@ -140,7 +142,8 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
     rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
     rows = random.Random(42).sample(rows, options.steps * options.batch_size)
     is_packed = arm == "ours, packed"
-    loop = BareLoop(options.model, options.attention if is_packed else "sdpa", options.alone)
+    attention = options.attention if is_packed else "sdpa"
+    loop = BareLoop(options.model, attention, options.alone)
 
     with tempfile.TemporaryDirectory() as folder, called_by_all_trainers(loop):
         try:

@@ -4,7 +4,8 @@
     python -m benchmarks.gpu --table benchmarks/results/NVIDIA-H100-80GB-HBM3/gpu.jsonl
     python -m benchmarks.gpu --cpu --results runs/rehearsal.jsonl
 
-The first command measures, the second prints the measured figures, and the third rehearses all of it with tiny shapes.
+The first command measures. The second prints the tables of a file of results. The third rehearses on the CPU, with
+tiny shapes.
 
 A part is a list of arms. An arm is one configuration, such as a trainer with its options. The parts run one after the
 other, the most important first, each in a process of its own, which is killed when the part's time is over. After each
@@ -74,6 +75,7 @@ def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
             # With `first_died` a process begins by writing a line. It failed even before that, and so would the next.
             say(f"{part} failed.")
             return
+        # Without a new line, the process died while it measured the first missing arm.
         first_died = not wrote_lines
 
 

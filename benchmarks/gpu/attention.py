@@ -91,7 +91,7 @@ def arm_name(case: str, kind: str, cudnn: bool) -> str:
 
 
 def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device) -> Figures:
-    """The median time of a forward and a backward pass, and the errors against float32."""
+    """The median time of a forward and a backward pass, and the errors of output and gradients against float32."""
     states = make_states(sum(lengths), device)
     grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
     attention = make_attention(kind, lengths, device)

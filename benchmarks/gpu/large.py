@@ -63,7 +63,7 @@ def full_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """QLoRA as in the recipe, in packed rows of up to 4096 tokens. The question is whether it fits into memory."""
+    """QLoRA as in the recipe qlora.yaml, in packed rows of up to 4096 tokens, to see that it fits into memory."""
     place = make_workplace(device, folder, num_layers=28)
     varlen = replace(
         packed_training(device, "adapt"),
@@ -71,7 +71,7 @@ def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
         fields={"load_in_4bit": True, "clip_by_module": True, "norm_learning_rate": 1e-5},
     )
     if device.type == "cuda":
-        varlen = replace(varlen, steps=5)
+        varlen = replace(varlen, steps=5)  # of which one is the warm-up
     compiled = with_compiled_layers(varlen)
 
     # With 4-bit weights compiling takes minutes, so the compiled arm comes last.

@@ -90,7 +90,7 @@ def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, de
 
 
 def time_passes(norm: Any, inputs: torch.Tensor, grad_output: torch.Tensor, passes: int) -> float:
-    """The seconds that `passes` forward and backward passes take in all. A GPU gets them without waiting for any."""
+    """The seconds that `passes` forward and backward passes take in all. On a GPU they are queued without waiting."""
     stopwatch = Stopwatch(inputs.device)
     stopwatch.mark()
     for _ in range(passes):
@@ -135,7 +135,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def float64_gradient_error() -> float:
-    """The relative error of the gradient of the inputs, where GWC itself computes in float64, on one picture."""
+    """The relative error of GWC's gradient of the inputs, if GWC computes in float64 too. Measured on one picture."""
     norm = make_norm(GlobalWeightCompensatedLayerNorm, torch.device("cpu")).double()
     inputs = INPUT_STD * torch.randn(TOKENS_PER_PICTURE, HIDDEN_SIZE, dtype=torch.float64)
     inputs.requires_grad_()

@@ -25,6 +25,7 @@ class Pass:
     step: int
     """Number of the training step, from 0."""
     attention_mask: torch.Tensor | None
+    """Of padded rows; for a packed row it isn't read."""
     sample_bounds: torch.Tensor | None
     """For a packed row, 0 and then the position at which each sample ends. `None` for padded rows."""
     num_images: int
@@ -94,7 +95,7 @@ class StepRecorder(TrainerCallback):
 
     def record_pass(self, inputs: dict[str, Any]) -> None:
         """Record the inputs of a forward pass."""
-        # Our trainer passes the next tokens as `shift_labels`. Without these, they are `labels` from the second on.
+        # Our trainer passes the next tokens as `shift_labels`. Otherwise they are `labels` from the second on.
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = inputs["labels"][:, 1:]

@@ -1,4 +1,4 @@
-"""Renders a file of results as Markdown: a table for each part, with a row for each arm."""
+"""Renders a file of results as Markdown: a table for each device and part, with a row for each arm."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -33,7 +33,9 @@ class Block:
     """A block of code on a page."""
 
     page: str
+    """The name of the page's file."""
     number: int
+    """Number of the block on its page, from 1."""
     language: str
     text: str
 
@@ -63,7 +65,8 @@ class Block:
 def find_blocks(*languages: str) -> Iterator[Block]:
     """All blocks of code in these languages, except Python in CONTRIBUTING.md, which test_contributing.py tests."""
     for page in PAGES:
-        for number, (language, code) in enumerate(fences(page.read_text(encoding="utf-8")), start=1):
+        text = page.read_text(encoding="utf-8")
+        for number, (language, code) in enumerate(fences(text), start=1):
             is_tested_elsewhere = language == "python" and page.name == "CONTRIBUTING.md"
             if language in languages and not is_tested_elsewhere:
                 yield Block(page.name, number, language, code)
@@ -78,11 +81,13 @@ def find_module(words: list[str]) -> tuple[str, list[str]] | None:
     For example, `python training/compose.py --help` runs "training.compose" with the argument "--help".
     """
     if words[:2] == ["accelerate", "launch"]:
-        return "training.sft", words[words.index("training/sft.py") + 1 :]
+        script = words.index("training/sft.py")
+        return "training.sft", words[script + 1 :]
     if not words[0].endswith("python"):
         return None
     if words[1] != "-m":
-        return words[1].removesuffix(".py").replace("/", "."), words[2:]
+        module = words[1].removesuffix(".py").replace("/", ".")
+        return module, words[2:]
 
     module = words[2]
     is_package = (ROOT / module.replace(".", "/") / "__main__.py").exists()
@@ -114,7 +119,11 @@ def options_on_page(heading: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "module"), [("compose", "training.compose"), ("diagnostics", "diagnostics.__main__")]
+    ("heading", "module"),
+    [
+        pytest.param("compose", "training.compose", id="compose"),
+        pytest.param("diagnostics", "diagnostics.__main__", id="diagnostics"),
+    ],
 )
 def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # argparse then doesn't wrap help texts
@@ -140,8 +149,9 @@ def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
     fields = {field.name: field for field in dataclasses.fields(RunArguments)}
     for name in RunArguments.__annotations__:
         field = fields[name]
-        if not field.init:
-            continue  # a field that is computed has no option
+        is_computed = not field.init
+        if is_computed:  # there is no option for it
+            continue
         text = on_page[f"--{name}"]
         has_default = field.default is not None and field.default is not False
         if has_default:

@@ -18,7 +18,7 @@ LETTERS = "ABCD"
 PICTURE = PILImage.new("RGB", (40, 30))
 
 
-# Each of these functions makes one row, by its number from 0. Its docstring says in which rows the answer "A" is right.
+# Each function makes one row, by its number from 0. Its docstring says in which rows the answer "A" is right.
 
 
 def mmbench(number: int) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def mmbench(number: int) -> dict[str, Any]:
 def mmstar(number: int) -> dict[str, Any]:
     """The first 8 rows are of one category, the last 4 of another.
 
-    The answer "A" is right in 6 rows of the first category and in 1 row of the second. The categories differ in size, so
-    that the mean of their means is not the mean of all rows.
+    The answer "A" is right in 6 rows of the first category and in 1 row of the second. The categories differ in size,
+    so that the mean of their means is not the mean of all rows.
     """
     if number < 8:
         category = "math"

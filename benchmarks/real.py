@@ -1,12 +1,15 @@
-"""Training speed of a real model: our command and TRL's SFTTrainer, each in turn with a bare PyTorch loop.
+"""Compares the training speed of our command and of TRL's SFTTrainer, on a real model, with a bare PyTorch loop.
 
-    make emoji                  # the model and rows by default
+    make emoji                  # makes the model and the rows that are taken by default
     python -m benchmarks.real   # on a GPU: --device cuda
 
-After each step of a trainer the bare loop takes a step on the same batch, so that other load slows both. The trainer
-makes its batches, while the loop finds them ready. TRL trains plain Llava with the same weights, uses the chat format
-in both stages, and can't pack rows with pictures. The peak is the speed of a matrix product of the language model's
-shapes. `--alone` leaves the loop out, so that the memory is the trainer's alone.
+After each step of a trainer the bare loop takes a step on the same batch, so that other load slows both. The trainer's
+time includes making the batch; the loop's doesn't. TRL trains plain Llava with the same weights, uses the chat format
+in both stages, and can't pack rows with pictures. `--alone` leaves the loop out, so that the memory is the trainer's
+alone.
+
+In the table, `ratio` is the trainer's time over the loop's. `share_of_peak` is the trainer's speed over the peak, and
+`bare_share` the loop's. The peak is the speed of a matrix product with the language model's shapes.
 """
 
 import os
@@ -49,7 +52,9 @@ from training import sft
 ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below --data
 PACKED_LENGTH = 65536  # tokens; all rows of a step fit into one packed row
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
-# The columns of the printed table.
+# The columns of the printed table, and their widths.
+ARM_WIDTH = 24
+FIGURE_WIDTH = 18
 COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share", "memory_gib")
 Report = dict[str, Any]
 
@@ -75,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(build_parser(), argv)
     require_files(options)
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[0]  # the trainers would use all of them
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[0]  # the trainers would use all visible GPUs
     if options.device == "cuda":
         options.alone = True  # with the loop, two models would share the GPU's memory
     output = options.output or Path(f"benchmarks/results/real_{options.device}.json")
 
     results = describe_run(options)
-    sys.stdout.write(f"{'':24}" + "".join(f"{name:>18}" for name in COLUMNS) + "\n")
+    sys.stdout.write(render_header() + "\n")
     for stage, arm in itertools.product(ROWS, ARMS):
         report = measure(options, stage, arm)
         results["arms"].append(report)
@@ -102,34 +107,42 @@ def require_files(options: argparse.Namespace) -> None:
 
 
 def describe_run(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the file of results that hold for all arms, and the list of arms, still empty."""
+    """The content of the file of results before the first arm: what holds for all arms, and an empty list of arms."""
     return {
         "settings": {name: str(value) for name, value in vars(options).items()},
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
+        "load": os.getloadavg()[0],  # mean of the last minute
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")},
         "arms": [],
     }
 
 
+def render_header() -> str:
+    """The first line of the printed table."""
+    headings = [name.rjust(FIGURE_WIDTH) for name in COLUMNS]
+    return " " * ARM_WIDTH + "".join(headings)
+
+
 def render_report(report: Report) -> str:
     """An arm's line of the printed table."""
-    line = f"{report['stage']}: {report['arm']}".ljust(24)
+    line = f"{report['stage']}: {report['arm']}".ljust(ARM_WIDTH)
     if "out_of_memory" in report:
         return line + report["out_of_memory"]
     for name in COLUMNS:
-        line += f"{report[name]:18.3f}" if name in report else " " * 18
+        cell = f"{report[name]:.3f}" if name in report else ""
+        line += cell.rjust(FIGURE_WIDTH)
     return line
 
 
 def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
-    """Train an arm, and report its figures; if it runs out of memory, report only that."""
+    """Train an arm, and return its figures. If the arm runs out of memory, return only the error."""
     free_earlier_trainer()
     rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
     rows = random.Random(42).sample(rows, options.steps * options.batch_size)
-    attention = options.attention if arm == "ours, packed" else "sdpa"
+    is_packed = arm == "ours, packed"
+    attention = options.attention if is_packed else "sdpa"
     loop = BareLoop(options.model, attention, options.alone)
 
     with tempfile.TemporaryDirectory() as folder, called_by_all_trainers(loop):
@@ -137,9 +150,10 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
             if arm == "TRL, padded":
                 train_plain(stage, rows, options, Path(folder))
             else:
-                train_ours(stage, rows, options, Path(folder), packed=arm == "ours, packed")
+                train_ours(stage, rows, options, Path(folder), is_packed)
         except torch.OutOfMemoryError as error:
-            return {"stage": stage, "arm": arm, "out_of_memory": str(error).split(". ")[0]}
+            first_sentence = str(error).split(". ")[0]
+            return {"stage": stage, "arm": arm, "out_of_memory": first_sentence}
 
     report = {"stage": stage, "arm": arm, **report_trainer(loop, options.steps)}
     if not options.alone:
@@ -148,8 +162,8 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
 
 
 def free_earlier_trainer() -> None:
-    """Free the memory of the earlier arm's trainer, which refers to itself."""
-    gc.collect()
+    """Free the memory of the trainer of the arm before."""
+    gc.collect()  # the trainer refers to itself, so only this frees it
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -157,7 +171,7 @@ def free_earlier_trainer() -> None:
 
 @contextmanager
 def called_by_all_trainers(callback: TrainerCallback) -> Iterator[None]:
-    """Within the block, give this callback to every new trainer, also to the one that our command makes."""
+    """Within the block, give this callback to every new trainer, also to the trainer that our command makes."""
     transformers.trainer.DEFAULT_CALLBACKS.append(callback)
     try:
         yield
@@ -166,7 +180,7 @@ def called_by_all_trainers(callback: TrainerCallback) -> Iterator[None]:
 
 
 def common_fields(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The fields that TRL's trainer and ours have in common."""
+    """The fields of the config that TRL's trainer and ours have in common."""
     on_gpu = options.device == "cuda"
     return {
         "output_dir": str(folder / "run"),
@@ -187,7 +201,7 @@ def common_fields(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def train_ours(
-    stage: str, rows: Sequence[Mapping[str, Any]], options: argparse.Namespace, folder: Path, packed: bool
+    stage: str, rows: Sequence[Mapping[str, Any]], options: argparse.Namespace, folder: Path, is_packed: bool
 ) -> None:
     """Train with our command, in this process."""
     rows_file = folder / "rows.json"
@@ -200,10 +214,10 @@ def train_ours(
         "dataset_name": rows_file,
         "image_folder": options.data,
         "global_batch_size": options.batch_size,
-        "per_device_train_batch_size": 1 if packed else options.batch_size,
+        "per_device_train_batch_size": 1 if is_packed else options.batch_size,
         "vision_learning_rate": 1e-5,
     }
-    if packed:
+    if is_packed:
         fields |= {"packed_length": PACKED_LENGTH, "attn_implementation": options.attention}
     sft.main([f"--{name}={value}" for name, value in fields.items()])
 
@@ -233,12 +247,14 @@ def train_plain(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Na
 
 
 class BareLoop(TrainerCallback):
-    """After each step of a trainer, takes a step of a plain PyTorch loop on the same batch, and times both.
+    """A loop of plain PyTorch, as a callback of a trainer.
+
+    After each step of the trainer, the loop takes a step on the same batch. Both steps are timed.
 
     Args:
         folder: Folder of the model.
         attention: Attention of the loop's decoder.
-        alone: Whether to leave the loop out and only time the trainer.
+        alone: Whether to leave out the loop's steps and only time the trainer.
     """
 
     def __init__(self, folder: Path, attention: str, alone: bool) -> None:
@@ -246,13 +262,14 @@ class BareLoop(TrainerCallback):
         self.attention = attention
         self.alone = alone
         self.losses: list[float] = []
-        # The time at which training began, then for each step the times at which the trainer and the loop ended it.
+        # The time at which training began. Then for each step the time at which the trainer ended its step, and the
+        # time at which the loop ended its own.
         self.clock_readings: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Read all batches of the trainer, and load the loop's model."""
         loader = parts["train_dataloader"]
-        # accelerate's loader wraps the loader whose batches are still on the CPU.
+        # accelerate's loader would put all batches on the GPU, and the loader inside it leaves them on the CPU.
         self.batches = list(getattr(loader, "base_dataloader", loader))
         self.args = args
         if not self.alone:
@@ -260,16 +277,17 @@ class BareLoop(TrainerCallback):
         self.read_clock()
 
     def load_model(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
-        """Load the model that the trainer began with, and train the same parameters in the same dtype.
+        """Load the model that the trainer began with, and prepare it to train the same parameters in the same dtype.
 
         Args:
             trained: The parameters of the trainer's model by name.
         """
-        self.model = NormLlavaForConditionalGeneration.from_pretrained(
+        model = NormLlavaForConditionalGeneration.from_pretrained(
             self.folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
-        ).to(self.args.device)
-        for name, parameter in self.model.train().named_parameters():
-            if name in trained:  # plain Llava lacks those of the norm
+        )
+        self.model = model.to(self.args.device).train()
+        for name, parameter in self.model.named_parameters():
+            if name in trained:  # TRL's plain Llava has no norm
                 parameter.requires_grad_(trained[name].requires_grad)
                 parameter.data = parameter.data.to(trained[name].dtype)
         self.optimizer = torch.optim.AdamW(
@@ -277,12 +295,13 @@ class BareLoop(TrainerCallback):
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take a step. What the trainer does after this callback is timed as part of its next step."""
+        """Take the loop's step. What the trainer does after this callback is timed as part of its next step."""
         self.read_clock()
-        if not self.alone:
+        if not self.alone:  # beside the loop, each step has a single batch
             inputs = to_device(self.batches[state.global_step - 1], args.device)
-            if state.global_step == 1:
-                self.count_flops(inputs)  # counting is slow, and the first step is not timed
+            is_first_step = state.global_step == 1
+            if is_first_step:
+                self.count_flops(inputs)  # counting is slow, but the first step is not timed
             else:
                 self.take_step(inputs)
         self.read_clock()
@@ -304,12 +323,12 @@ class BareLoop(TrainerCallback):
 
         The head computes supervised positions only, the loss is their mean, and gradients are clipped.
         """
-        labels = inputs.pop("labels")[:, 1:]
-        supervised = labels != IGNORED
+        next_tokens = inputs.pop("labels")[:, 1:]  # [B, T - 1]
+        is_supervised = next_tokens != IGNORED
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.args.bf16):
-            states = self.model.model(**inputs, use_cache=False).last_hidden_state[:, :-1]
-            logits = self.model.lm_head(states[supervised])
-        loss = F.cross_entropy(logits.float(), labels[supervised])
+            states = self.model.model(**inputs, use_cache=False).last_hidden_state  # [B, T, D]
+            logits = self.model.lm_head(states[:, :-1][is_supervised])  # [supervised tokens, vocabulary]
+        loss = F.cross_entropy(logits.float(), next_tokens[is_supervised])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -317,17 +336,19 @@ class BareLoop(TrainerCallback):
         self.losses.append(loss.item())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Keep the trainer's mean loss and the peak of memory before the model is saved, which takes more memory."""
+        """Keep the trainer's mean loss and the peak of memory, before saving the model takes more memory."""
         self.trainer_loss = state.log_history[-1]["train_loss"]
         self.peak_memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
     def step_seconds(self) -> torch.Tensor:
         """The seconds of the trainer and of the loop in each step but the first, `[steps - 1, 2]`."""
-        seconds = torch.tensor(self.clock_readings, dtype=torch.float64).diff()
-        return seconds.unflatten(0, (-1, 2))[1:]
+        seconds = torch.tensor(self.clock_readings, dtype=torch.float64).diff()  # trainer, loop, trainer, loop, ...
+        by_step = seconds.unflatten(0, (-1, 2))  # [steps, 2]
+        return by_step[1:]
 
     def timed_batches(self, steps: int) -> list[dict[str, Any]]:
         """The batches of all steps but the first."""
+        # A step has several batches if its rows don't fit into one packed row.
         batches_per_step = len(self.batches) // steps
         return self.batches[batches_per_step:]
 
@@ -335,7 +356,7 @@ class BareLoop(TrainerCallback):
 def report_trainer(loop: BareLoop, steps: int) -> Report:
     """The trainer's figures. Times are medians over all steps but the first."""
     step_seconds = loop.step_seconds()
-    seconds = median(step_seconds[:, 0])
+    trainer_seconds = median(step_seconds[:, 0])
     computed_tokens = 0
     padding_tokens = 0
     for batch in loop.timed_batches(steps):
@@ -343,10 +364,11 @@ def report_trainer(loop: BareLoop, steps: int) -> Report:
         if "attention_mask" in batch:
             padding_tokens += int((batch["attention_mask"] == 0).sum())
 
+    tokens_per_step = (computed_tokens - padding_tokens) / len(step_seconds)
     return {
-        "seconds": seconds,
+        "seconds": trainer_seconds,
         "loss": loop.trainer_loss,
-        "tokens_per_second": (computed_tokens - padding_tokens) / len(step_seconds) / seconds,
+        "tokens_per_second": tokens_per_step / trainer_seconds,
         "padding_share": padding_tokens / computed_tokens,
         "memory_gib": loop.peak_memory / 2**30,
         "steps": step_seconds.tolist(),
@@ -360,8 +382,9 @@ def report_loop(loop: BareLoop, steps: int) -> Report:
     bare_seconds = median(step_seconds[:, 1])
 
     computed_tokens = sum(batch["input_ids"].numel() for batch in loop.timed_batches(steps))
-    num_tokens = computed_tokens // len(step_seconds)  # of a step
-    seconds_at_peak = loop.flops_per_token * num_tokens / measure_peak(loop.model, num_tokens)
+    tokens_per_step = computed_tokens // len(step_seconds)
+    flops_per_step = loop.flops_per_token * tokens_per_step
+    seconds_at_peak = flops_per_step / measure_peak(loop.model, tokens_per_step)
     return {
         "bare_seconds": bare_seconds,
         "ratio": median(step_seconds[:, 0] / step_seconds[:, 1]),
@@ -377,13 +400,13 @@ def median(seconds: torch.Tensor) -> float:
 
 
 def measure_peak(model: Any, num_tokens: int) -> float:
-    """The highest FLOP/s of a matrix product of the language model's MLP, for the tokens of a step."""
+    """The highest FLOP/s of a matrix product of the language model's MLP on the CPU, for this number of tokens."""
     config = model.config.text_config
-    factors = {
+    matrices = {
         "left": torch.rand(num_tokens, config.hidden_size),
         "right": torch.rand(config.hidden_size, config.intermediate_size),
     }
-    timer = Timer("left @ right", globals=factors, num_threads=torch.get_num_threads())
+    timer = Timer("left @ right", globals=matrices, num_threads=torch.get_num_threads())
     seconds = min(timer.blocked_autorange(min_run_time=2).times)
     return 2 * num_tokens * config.hidden_size * config.intermediate_size / seconds
 

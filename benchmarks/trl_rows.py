@@ -13,19 +13,26 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -> Dataset:
-    """Convert rows from LLaVA's layout into messages and pictures, in the order in which our command takes them.
+    """Convert rows from LLaVA's layout into messages and pictures, in the order in which our command takes the rows.
 
-    Marks of pictures are left out of the text, because TRL puts the pictures before it.
+    Args:
+        rows: The rows.
+        image_folder: Folder of their pictures.
+        seed: The seed of the training, on which the order depends.
     """
     images = []
     messages = []
     for number in random_order(len(rows), seed):
         row = rows[number]
-        images.append([str(image_folder / row["image"])] if row.get("image") else [])
+        row_images = []
+        if row.get("image"):
+            row_images.append(str(image_folder / row["image"]))
+        images.append(row_images)
         messages.append([to_message(turn) for turn in row["conversations"]])
     return Dataset.from_dict({"images": images, "messages": messages}).cast_column("images", List(Image()))
 
 
 def to_message(turn: dict[str, str]) -> dict[str, str]:
-    """Convert a turn into a chat message without the mark of a picture."""
-    return {"role": ROLES[turn["from"]], "content": turn["value"].replace("<image>\n", "")}
+    """Convert a turn into a chat message, without `<image>` in its text: TRL puts the picture before the text."""
+    text = turn["value"].replace("<image>\n", "")
+    return {"role": ROLES[turn["from"]], "content": text}

@@ -1,7 +1,7 @@
-"""MkDocs calls these functions when it builds the site.
+"""MkDocs calls `on_files` and `on_page_markdown` when it builds the site.
 
-They add the README as the first page, and the pages and pictures outside `docs/` that a page links to. Pages link to
-files of the repository, so that their links work on GitHub. Here they are replaced by links of the site.
+The README becomes the first page. Pages and pictures outside `docs/` that a page links to are added. On GitHub, pages
+link to files of the repository. Here these links are replaced by links of the site.
 """
 
 import posixpath
@@ -14,52 +14,58 @@ from mkdocs.structure.pages import Page
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# The first page: its file in the repository, and its file on the site.
+# The first page: its path in the repository, and its path on the site.
 README = "README.md"
 INDEX = "index.md"
-# The target of a Markdown link, unless it is an address or an anchor of the same page.
+# The target of a Markdown link, without its anchor: "../README.md" in "[start](../README.md#start)". Addresses and
+# anchors of the same page don't match.
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the README, and every file of the repository that a page links to."""
+    """Add the README, and every file outside `docs/` that a page links to."""
     pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+
+    # Pages that are added link to further files, so paths are followed until no new path comes up.
     waiting = [README, *pages]
     seen = set(waiting)
     while waiting:
         path = waiting.pop()
-        if not path.startswith("docs/"):
+        if not path.startswith("docs/"):  # MkDocs has the others already
             files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
         if path.endswith(".md"):
-            unseen = linked_files(path) - seen
-            waiting += sorted(unseen)
-            seen |= unseen
+            new_paths = linked_files(path) - seen
+            waiting += sorted(new_paths)
+            seen |= new_paths
     return files
 
 
 def linked_files(page: str) -> set[str]:
-    """The files of the repository that a page links to."""
-    links = LINK.findall((ROOT / page).read_text(encoding="utf-8"))
-    paths = {resolve(page, link) for link in links}
+    """The paths of the repository's files that a page links to."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    paths = {resolve_link(page, link) for link in LINK.findall(text)}
     return {path for path in paths if (ROOT / path).is_file()}
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace a page's links to files of the repository by links of the site."""
-    source = Path(str(page.file.abs_src_path)).relative_to(ROOT).as_posix()
-    folder = posixpath.dirname(page.file.src_uri) or "."
+    page_path = Path(str(page.file.abs_src_path)).relative_to(ROOT).as_posix()
+    site_folder = posixpath.dirname(page.file.src_uri) or "."
 
     def link_on_site(match: re.Match[str]) -> str:
-        return posixpath.relpath(site_path(resolve(source, match[0])), folder)
+        target = resolve_link(page_path, link=match[0])
+        return posixpath.relpath(site_path(target), site_folder)
 
     return LINK.sub(link_on_site, markdown)
 
 
-def resolve(page: str, link: str) -> str:
-    """The path in the repository of a link's target."""
+def resolve_link(page: str, link: str) -> str:
+    """The path in the repository that a link on a page leads to. `page` is the page's own path there."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
 
 
 def site_path(path: str) -> str:
-    """The path on the site of a file of the repository."""
-    return INDEX if path == README else path.removeprefix("docs/")
+    """The path on the site of a file with this path in the repository."""
+    if path == README:
+        return INDEX
+    return path.removeprefix("docs/")

@@ -1,8 +1,8 @@
-"""Writes `docs/reference.md`, the page of the options of three commands, from their parsers.
+"""Writes `docs/reference.md`, the page of the options of three commands. The options are read from their parsers.
 
     python docs/reference.py
 
-The other commands have few options, which `--help` prints.
+The other commands are not on the page: they have few options, which `--help` prints.
 """
 
 import argparse
@@ -27,7 +27,8 @@ RECIPE_FIELDS = (
     "`ModelConfig`. The command line takes them too."
 )
 CHANGED_FIELDS = "Fields of TRL with another default or effect:"
-# Options by name. Only the first of several options that set the same value is kept, such as `--x` of `--no_x`.
+# Options by the name of the value that they set. Where several options set the same value, such as `--x` and `--no_x`,
+# only the first is kept.
 Options = dict[str, argparse.Action]
 
 
@@ -67,22 +68,26 @@ def build_parser(module: str) -> argparse.ArgumentParser:
 def read_options(module: str) -> Options:
     """The options of the command in a module, without `--help`."""
     options: Options = {}
-    for option in build_parser(module)._actions:
+    for option in build_parser(module)._actions:  # argparse has no public list of options
         if option.dest != "help":
             options.setdefault(option.dest, option)
     return options
 
 
 def describe_recipe(options: Options) -> str:
-    """The recipe's fields that this project adds, then the fields of TRL whose default or effect it changes."""
-    own_lines = [describe_option(options[name]) for name in RunArguments.__annotations__ if name in options]
+    """The recipe's fields that this project adds, then the fields of TRL whose default or effect it changes.
+
+    Fields that are computed are no options, and so are left out.
+    """
+    # `__annotations__` names the fields that a class itself declares, not those of its base class.
+    own_names = [name for name in RunArguments.__annotations__ if name in options]
+    changed_names = [name for name in TrainingConfig.__annotations__ if name in options]
+    own_lines = [describe_option(options[name]) for name in own_names]
 
     defaults = field_defaults(TrainingConfig)
     trl_defaults = field_defaults(SFTConfig)
     changed_lines = []
-    for name in TrainingConfig.__annotations__:
-        if name not in options:
-            continue
+    for name in changed_names:
         default = f"`{defaults[name]}`"
         if defaults[name] != trl_defaults[name]:
             default += f", in TRL `{trl_defaults[name]}`"
@@ -101,15 +106,15 @@ def describe_option(option: argparse.Action, default: str | None = None) -> str:
 
     Args:
         option: The option.
-        default: The text about its default; by default that of `describe_default`.
+        default: The text in brackets about its default. Without it, the text comes from `describe_default`.
     """
     name = f"`{option.option_strings[0]}`"
     if default is None:
         default = describe_default(option)
-    if default:
+    if default != "":
         name += f" ({default})"
 
-    text = help_of(option)
+    text = help_text(option)
     if text and not text.endswith("."):
         text += "."
     if option.choices:
@@ -119,19 +124,22 @@ def describe_option(option: argparse.Action, default: str | None = None) -> str:
 
 
 def describe_default(option: argparse.Action) -> str:
-    """An option's default as code; an empty text if it has none, or if its help names it."""
+    """The text about an option's default, such as "`8`", or "required" if the option must be given.
+
+    The text is empty if the option has no default, or if its help text names the default.
+    """
     if option.required:
         return "required"
     if option.default is None or option.default is False or option.default == argparse.SUPPRESS:
         return ""
-    if "default" in help_of(option):
+    if "default" in help_text(option):
         return ""
-    value = getattr(option.default, "value", option.default)  # the value of an enum's member
+    value = getattr(option.default, "value", option.default)  # of an enum's member, its value
     return f"`{value}`"
 
 
-def help_of(option: argparse.Action) -> str:
-    """The help of an option, in one line."""
+def help_text(option: argparse.Action) -> str:
+    """The help text of an option in one line, with its default in place of `%(default)s`."""
     text = (option.help or "") % {"default": option.default}
     return " ".join(text.split())
 

@@ -1,1 +1,1 @@
-"""Benchmarks of trained models: the public harnesses lmms-eval and lm-eval score, this package runs them."""
+"""Benchmarks of trained models. This package runs two public harnesses, lmms-eval and lm-eval, which score them."""

@@ -1,4 +1,4 @@
-"""Evaluate trained models on the paper's nine benchmarks, by lmms-eval and lm-eval.
+"""Evaluate trained models on the nine benchmarks of the paper (arXiv 2512.08374), by lmms-eval and lm-eval.
 
     python -m evaluation runs/Qwen2.5-7B-Instruct/stage2 --batch_size 32 --num_processes 8
 
@@ -14,6 +14,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
 
 from common.console import command, parse
 from common.errors import UserError
@@ -29,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 BENCHMARKS = {benchmark.task: benchmark for benchmark in PAPER + OURS}
 
-# This file in a task's folder says which model and settings the harness's files belong to. It is written last, so a
-# folder that holds it is complete.
+# This file in a task's folder says of which model and settings the folder holds the result. It is written last, so a
+# folder with this file is complete.
 RESULT_FILE = "result.json"
 
 
@@ -95,10 +97,10 @@ def evaluate(args: argparse.Namespace) -> list[str]:
 
 
 def choose_benchmarks(tasks: Sequence[str] | None) -> Sequence[Benchmark]:
-    """The benchmarks that `--tasks` names, each once. Without `--tasks` these are the paper's nine.
+    """The benchmarks that `--tasks` names, each once; without `--tasks`, the paper's nine.
 
     Raises:
-        UserError: if a name is not the name of a task.
+        UserError: if `--tasks` names an unknown task.
     """
     if not tasks:
         return PAPER
@@ -111,29 +113,38 @@ def choose_benchmarks(tasks: Sequence[str] | None) -> Sequence[Benchmark]:
 def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> TaskResult:
     """Run a task, unless its folder holds a result of this model and these settings.
 
-    The result of another model or of other settings stays there until the new run has succeeded.
+    If the folder holds the result of another model or of other settings, that result stays until the new run has
+    succeeded.
 
     Raises:
         UserError: if the task fails; its log is then in `<task's folder>.unfinished`.
     """
-    name = benchmark.task
+    folder_name = benchmark.task
     if settings.limit is not None:
-        name += f"-first-{settings.limit}"
-    folder = model.path / "evaluation" / name
-    run = describe_run(benchmark, model, settings)
-    result_file = folder / RESULT_FILE
-    if result_file.exists() and json.loads(result_file.read_text(encoding="utf-8")) == run:
+        folder_name += f"-first-{settings.limit}"
+    folder = model.path / "evaluation" / folder_name
+
+    description = describe_run(benchmark, model, settings)
+    if read_description(folder) == description:
         logger.info("%s: done already, in %s", benchmark.task, folder)
         return read_result(folder, benchmark, settings, model)
 
-    unfinished = fresh_folder(folder.with_name(f"{name}.unfinished"))
+    unfinished = fresh_folder(folder.with_name(f"{folder_name}.unfinished"))
     run_harness(build_command(benchmark, model.path, settings, unfinished), unfinished)
     result = read_result(unfinished, benchmark, settings, model)
-    write_whole(unfinished / RESULT_FILE, json.dumps(run) + "\n")
+    write_whole(unfinished / RESULT_FILE, json.dumps(description) + "\n")
 
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     return result
+
+
+def read_description(folder: Path) -> Any:
+    """What `describe_run` said of the run whose result a task's folder holds; `None` if it holds no result."""
+    path = folder / RESULT_FILE
+    if not path.exists():
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

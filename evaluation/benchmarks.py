@@ -1,7 +1,7 @@
 """The nine benchmarks of the paper's Table 4 (arXiv 2512.08374), and this repository's own tasks.
 
-The paper names no harness, number of shots or split, and no metric for POPE. What was chosen here instead is printed
-next to each score.
+The paper names no harness, number of shots or split, and no metric for POPE. Next to each score, the table of results
+prints what was chosen here.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from typing import Literal
 # What a harness logs for each row of a task:
 # - "score": the row's score.
 # - "answer": the model's answer and the right answer.
-# - "answer in each order": the same two answers, where several rows ask one question with its options in different
-#   orders, as in MMBench. The question counts as right if the model is right in every order.
+# - "answer in each order": the same two answers. But several rows ask the same question, with its options in different
+#   orders, as in MMBench. The question is right only if the answer is right in every order.
 RowLog = Literal["score", "answer", "answer in each order"]
 
 
@@ -24,9 +24,9 @@ class Benchmark:
         title: The benchmark's name in tables.
         harness: The harness that scores it.
         task: The harness's name for the benchmark.
-        metric: The harness's name for the score to report.
-        scale: The metric's largest value.
-        choice: What was chosen where the paper leaves the method open.
+        metric: The harness's name for the score that is reported here.
+        scale: The metric's largest value, such as 100 for percent.
+        choice: What was chosen here where the paper leaves the method open.
         row_log: What the harness logs for each row.
     """
 
@@ -107,8 +107,8 @@ PAPER = (
         choice="likelihood of letters, no chat format",
     ),
 )
-# The repository's own tasks, from `evaluation/tasks`. lm-eval asks only these in the model's chat format; lmms-eval
-# always does.
+# The repository's own tasks, from `evaluation/tasks`. lmms-eval asks every task in the model's chat format, lm-eval
+# only these.
 OURS = (
     Benchmark(title="digits", harness="lmms-eval", task="digits", metric="exact_match"),
     Benchmark(title="digits, lm-eval", harness="lm-eval", task="digits_lm_eval", metric="exact_match"),

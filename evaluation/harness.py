@@ -37,11 +37,12 @@ MODEL_FILES = (
 # The Python module of each harness. Its version is looked up by this name.
 MODULES = {"lmms-eval": "lmms_eval", "lm-eval": "lm_eval"}
 
-# Characters that a model's path can't hold. lmms-eval and lm-eval read `pretrained=<folder>,dtype=<dtype>` from one
-# string. They split it at commas, except inside quotes and brackets, and they don't remove the quotes.
+# Characters that a model's path must not contain. lmms-eval and lm-eval read the folder from the string
+# `pretrained=<folder>,dtype=<dtype>`. They split this string at commas, but not within quotes and brackets, and they
+# take quotes as part of the path.
 REFUSED_CHARACTERS = ",\"'[]{}"
 
-# Raise this number when a change of the command or of the lmms-eval plug-in changes answers. Results that were
+# Raise this number when a change of `build_command` or of lmms_eval_model.py changes answers. Results that were
 # recorded with another number are then measured again.
 REVISION = 1
 
@@ -86,13 +87,15 @@ def open_model(folder: str) -> Model:
 
     path = Path(folder)
     hashes = hash_files(path, *MODEL_FILES)
-    weights = {name: hashes[name] for name in hashes if fnmatch(name, WEIGHT_FILES)}
-    if not weights:
+    weight_hashes = {name: hashes[name] for name in hashes if fnmatch(name, WEIGHT_FILES)}
+    if not weight_hashes:
         raise UserError(
             f"{folder}: no folder with {WEIGHT_FILES}. Give the folder of a trained model. Merge an adapter before; "
             "download a model on the Hub by: hf download <id> --local-dir <folder>"
         )
-    return Model(folder.rstrip("/"), path, fingerprint(hashes), fingerprint(weights))
+    return Model(
+        name=folder.rstrip("/"), path=path, fingerprint=fingerprint(hashes), weights=fingerprint(weight_hashes)
+    )
 
 
 def harness_version(benchmark: Benchmark) -> str:
@@ -105,14 +108,15 @@ def harness_version(benchmark: Benchmark) -> str:
 
 
 def describe_run(benchmark: Benchmark, model: Model, settings: Settings) -> dict[str, Any]:
-    """All that a score depends on. A result is used again as long as nothing of this changes.
+    """All that a score depends on. As long as nothing of this changes, an earlier result is used again.
 
     Raises:
         importlib.metadata.PackageNotFoundError: if the harness is not installed.
     """
+    # The files of the harness's own tasks change only with its version, so for these there is nothing to add.
     task_files: str | bool = False
-    if benchmark in OURS:  # the harness's version says nothing about our own task files
-        task_files = fingerprint(hash_files(TASKS, "[!.]*"))
+    if benchmark in OURS:
+        task_files = fingerprint(hash_files(TASKS, "[!.]*"))  # all but hidden files
 
     return {
         "model": model.fingerprint,
@@ -150,7 +154,7 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
 
 
 def run_harness(command: list[str], folder: Path) -> None:
-    """Run a harness. Its output goes to the terminal and to `log.txt` in a folder.
+    """Run a harness. Its output goes to the terminal, and to `log.txt` in the folder.
 
     Raises:
         UserError: if the harness fails; the message names the log.
@@ -172,7 +176,8 @@ def run_harness(command: list[str], folder: Path) -> None:
 
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
-            # `read1` returns what is there, so the terminal shows progress bars as they move.
+            # `read1` returns the output that is there, without waiting for more. So the terminal shows progress bars
+            # as they move.
             while output := process.stdout.read1():  # type: ignore[attr-defined]
                 log.write(output)
                 sys.stderr.buffer.write(output)

@@ -1,11 +1,12 @@
-"""lmms-eval with one more model, `image_text_to_text`: any chat model that `AutoModelForImageTextToText` loads.
+"""Runs lmms-eval with one more model, `image_text_to_text`: any chat model that `AutoModelForImageTextToText` loads.
 
-All other arguments are lmms-eval's own.
+    python -m evaluation.lmms_eval_model --model image_text_to_text --model_args pretrained=me/MyModel --tasks mmstar
 
-python -m evaluation.lmms_eval_model --model image_text_to_text --model_args pretrained=me/MyModel --tasks mmstar
+All arguments are lmms-eval's own.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +23,19 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from common.errors import UserError
 
 
+class RequestArguments(NamedTuple):
+    """The arguments of a request, in lmms-eval's order."""
+
+    text: str
+    to_messages: Callable[[Any], list[Any]]
+    """Makes the chat messages of a row."""
+    settings: dict[str, Any]
+    """The task's settings for generation."""
+    row_number: int
+    task: str
+    split: str
+
+
 class ImageTextToText(lmms):
     """Answers chats greedily, in batches. If several processes are launched, each answers its share of the rows.
 
@@ -31,12 +45,13 @@ class ImageTextToText(lmms):
         batch_size: Rows per batch.
     """
 
-    # lmms-eval then hands over chat messages instead of a text and its pictures.
+    # With this, lmms-eval's requests make chat messages instead of a text and its pictures.
     is_simple = False
 
     def __init__(self, pretrained: str, dtype: str = "auto", batch_size: int = 1) -> None:
         super().__init__()
         self.accelerator = Accelerator()
+        # The base class returns these two as `rank` and `world_size`.
         self._rank = self.accelerator.process_index
         self._world_size = self.accelerator.num_processes
         self.device = self.accelerator.device
@@ -53,12 +68,11 @@ class ImageTextToText(lmms):
         Raises:
             UserError: if a task asks for sampled answers.
         """
-        # A request's arguments begin with its text, a function that makes messages, and the task's settings. The rows
-        # of a batch share their settings and have texts of about the same length.
+        # The requests of a batch have the same settings, and texts of about the same length, the longest first.
         collator = Collator(
-            [request.args for request in requests],
-            sort_fn=lambda args: -len(args[0]),
-            group_fn=lambda args: args[2],
+            [RequestArguments(*request.args) for request in requests],
+            sort_fn=lambda arguments: -len(arguments.text),
+            group_fn=lambda arguments: arguments.settings,
             grouping=True,
         )
         answers: list[str] = []
@@ -69,17 +83,18 @@ class ImageTextToText(lmms):
         return collator.get_original(answers)
 
     @torch.inference_mode()
-    def _answer(self, batch: list[tuple[Any, ...]]) -> list[str]:
-        """Greedy answers to a batch, whose rows share the settings of their task."""
-        _, _, settings, _, task, _ = batch[0]
+    def _answer(self, batch: list[RequestArguments]) -> list[str]:
+        """Greedy answers to a batch of requests, which have the same settings."""
+        settings = batch[0].settings
+        # A task that doesn't set `do_sample` asks for sampling by a temperature above 0.
         is_sampled = settings.get("do_sample", bool(settings.get("temperature")))
         if is_sampled:
-            raise UserError(f"{task} asks for sampled answers; this model only answers greedily.")
+            raise UserError(f"{batch[0].task} asks for sampled answers; this model only answers greedily.")
 
         chats = []
-        for _, to_messages, _, row_number, task, split in batch:
-            row = self.task_dict[task][split][row_number]
-            messages = to_messages(row)
+        for request in batch:
+            row = self.task_dict[request.task][request.split][request.row_number]
+            messages = request.to_messages(row)
             chats.append(ChatMessages(messages=messages).to_hf_messages())
 
         inputs = self._processor.apply_chat_template(
@@ -100,7 +115,8 @@ class ImageTextToText(lmms):
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
         )
-        answers = generated[:, inputs["input_ids"].shape[1] :]
+        prompt_length = inputs["input_ids"].shape[1]
+        answers = generated[:, prompt_length:]
         texts = self._processor.batch_decode(answers, skip_special_tokens=True)
         stop_strings = settings.get("until") or []
         return [cut_at_stop(text, stop_strings) for text in texts]
@@ -115,7 +131,7 @@ class ImageTextToText(lmms):
 
 
 def cut_at_stop(text: str, stop_strings: list[str] | str) -> str:
-    """A text up to the first stop string in it, without white space around it."""
+    """A text up to the first place where any of the stop strings begins, without white space around it."""
     if isinstance(stop_strings, str):
         stop_strings = [stop_strings]
     for stop_string in stop_strings:

@@ -18,7 +18,7 @@ class Evaluation:
 
     Attributes:
         task: Name of the task.
-        dataset: Hub id or title of the data.
+        dataset: Hub id of the dataset, or a title.
         split: Split of the data.
         metric: Name of the metric.
         value: The score. A harness's score is stored as a fraction of 1.
@@ -26,7 +26,7 @@ class Evaluation:
         standard_error: Standard error of the value; `None` if it is unknown.
         command: The command that measured it.
         weights: [`~common.files.fingerprint`] of the weights that were measured. The model card refuses a result
-            that names other weights or none.
+            without it, or with that of other weights.
         harness: Name and version of the harness; `None` if a script measured it.
         choice: Number of shots, and other choices of method.
         baseline: The score of something simpler than a model, such as guessing; `None` if it is unknown.
@@ -49,9 +49,10 @@ class Evaluation:
 
 
 def write_evaluations(folder: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write results into a model's `evaluation.json`.
+    """Add results to a model's `evaluation.json`.
 
-    Earlier results of the same measurement are replaced, and earlier results of other weights are removed.
+    Rows that measure the same are replaced, and rows of other weights are removed. Rows that name no weights are kept:
+    users may have added them by hand.
     """
     path = folder / EVALUATION_FILE
     earlier_rows = []
@@ -60,17 +61,18 @@ def write_evaluations(folder: Path, evaluations: Sequence[Evaluation]) -> None:
 
     new_rows = [asdict(evaluation) for evaluation in evaluations]
     new_measurements = [name_measurement(row) for row in new_rows]
-    # Rows that users add by hand may not name their weights. They are kept.
-    known_weights = {None, *(evaluation.weights for evaluation in evaluations)}
+    new_weights = [row["weights"] for row in new_rows]
 
     kept_rows = []
     for row in earlier_rows:
         is_replaced = name_measurement(row) in new_measurements
-        if not is_replaced and row.get("weights") in known_weights:
+        names_weights = row.get("weights") is not None
+        has_other_weights = names_weights and row["weights"] not in new_weights
+        if not is_replaced and not has_other_weights:
             kept_rows.append(row)
     write_whole(path, json.dumps([*kept_rows, *new_rows], indent=1) + "\n")
 
 
 def name_measurement(row: dict[str, Any]) -> list[Any]:
-    """What a row measures: a metric of a task, on a split of a dataset."""
+    """What a row measures: its task, dataset, split and metric."""
     return [row.get(field) for field in ("task", "dataset", "split", "metric")]

@@ -1,6 +1,6 @@
 """Read a task's result from the files that its harness wrote.
 
-The score that is reported is the harness's own. The scores of single rows serve to compare two models.
+The score of a result is the harness's own. The scores of single rows only serve to compare two models.
 """
 
 import json
@@ -20,7 +20,8 @@ from evaluation.record import Evaluation
 from evaluation.row_scores import mean_and_error, read_row_scores
 
 
-# Patterns of the report's and the row logs' paths, below the folder that the harness is given.
+# Patterns of the paths of the report and of the row logs, below the folder that the harness is given. For example,
+# lmms-eval writes model/20260101_000000_results.json and model/20260101_000000_samples_mmstar.jsonl.
 REPORTS = {"lmms-eval": "*/[0-9]*_results.json", "lm-eval": "*/results_*.json"}
 ROW_LOGS = {"lmms-eval": "*/[0-9]*_samples_*.jsonl", "lm-eval": "*/samples_*.jsonl"}
 
@@ -58,13 +59,14 @@ class RowCount:
 class Report:
     """The part of a harness's report that is used here. It has the same form in both harnesses.
 
-    A group of tasks such as MMLU has one entry in `results`, and one entry for each subject in the other fields.
+    The keys of all fields are names of tasks. MMLU is a group of tasks, one for each subject: `results` has an entry
+    for the group, and the other fields have an entry for each subject.
 
     Attributes:
-        results: Scores of each task, by metric and answer filter, such as "exact_match,none".
-        configs: Where the rows of each task come from.
-        num_shots: Number of shots of each task.
-        num_rows: Number of rows of each task.
+        results: Scores by metric and answer filter, such as "exact_match,none".
+        configs: Where the rows come from.
+        num_shots: Number of shots.
+        num_rows: Number of rows.
     """
 
     results: dict[str, dict[str, Any]]
@@ -80,15 +82,19 @@ def read_result(folder: Path, benchmark: Benchmark, settings: Settings, model: M
         UserError: if there is no score; lmms-eval exits with 0 even then.
     """
     report = read_report(folder, benchmark)
-    reported, answer_filter = find_score(report, benchmark, folder)
-    score = reported / benchmark.scale
+    reported_score, answer_filter = find_score(report, benchmark, folder)
+    score = reported_score / benchmark.scale
     row_scores = read_row_scores(benchmark, score, read_samples(folder, benchmark))
+
+    metric = benchmark.metric
+    if answer_filter != "none":
+        metric += f", {answer_filter}"
 
     evaluation = Evaluation(
         task=benchmark.task,
         dataset=describe_dataset(report, benchmark),
         split=describe_split(report, settings),
-        metric=benchmark.metric if answer_filter == "none" else f"{benchmark.metric}, {answer_filter}",
+        metric=metric,
         value=score,
         n=sum(count.effective for count in report.num_rows.values()),
         standard_error=find_standard_error(report, benchmark, answer_filter, row_scores),
@@ -113,7 +119,7 @@ def read_report(folder: Path, benchmark: Benchmark) -> Report:
 
 
 def read_samples(folder: Path, benchmark: Benchmark) -> list[dict[str, Any]]:
-    """The rows in all of the harness's row logs."""
+    """The entries of all row logs that a harness wrote into a folder."""
     samples = []
     for path in sorted(folder.glob(ROW_LOGS[benchmark.harness])):
         with path.open(encoding="utf-8") as file:
@@ -122,13 +128,14 @@ def read_samples(folder: Path, benchmark: Benchmark) -> list[dict[str, Any]]:
 
 
 def find_score(report: Report, benchmark: Benchmark, folder: Path) -> tuple[float, str]:
-    """Find a task's score in a report. Returns it with the name of the filter that the answers went through.
+    """The score that a report gives for a task, and the name of the filter that the answers went through.
 
     Raises:
         UserError: if the report holds no score of the benchmark's metric.
     """
-    for name, value in report.results.get(benchmark.task, {}).items():
-        metric, _, answer_filter = name.partition(",")
+    task_scores = report.results.get(benchmark.task, {})
+    for name, value in task_scores.items():
+        metric, _, answer_filter = name.partition(",")  # such as "exact_match,none"
         if metric == benchmark.metric and is_number(value):
             return value, answer_filter
     raise UserError(f"the harness gave no {benchmark.metric}; see the report in {folder}")
@@ -137,11 +144,13 @@ def find_score(report: Report, benchmark: Benchmark, folder: Path) -> tuple[floa
 def find_standard_error(
     report: Report, benchmark: Benchmark, answer_filter: str, row_scores: pd.Series | None
 ) -> float | None:
-    """The standard error from the report, otherwise from the rows' scores; `None` if neither gives one."""
-    reported = report.results[benchmark.task].get(f"{benchmark.metric}_stderr,{answer_filter}")
-    if is_number(reported):
+    """The standard error from the report, otherwise from the rows' scores; `None` if neither gives an error."""
+    reported_error = report.results[benchmark.task].get(f"{benchmark.metric}_stderr,{answer_filter}")
+    if is_number(reported_error):
         # If all rows have the same score, harnesses report an error of 0, which says nothing.
-        return None if reported == 0 else reported / benchmark.scale
+        if reported_error == 0:
+            return None
+        return reported_error / benchmark.scale
 
     if row_scores is None:
         return None
@@ -155,27 +164,27 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def describe_dataset(report: Report, benchmark: Benchmark) -> str:
-    """The Hub id of a task's dataset, with its configuration if all rows have the same one."""
-    configs = list(report.configs.values())
-    path = configs[0].dataset_path or ""
-    if "/" not in path:  # our own rows are local files
+    """The Hub id of a task's dataset, followed by its configuration if there is one for all rows."""
+    first_config, *other_configs = report.configs.values()
+    hub_id = first_config.dataset_path or ""
+    if "/" not in hub_id:  # our own rows are local files, and their `dataset_path` is "json"
         return benchmark.title
-    if len(configs) > 1 or not configs[0].dataset_name:
-        return path
-    return f"{path}, {configs[0].dataset_name}"
+    if other_configs or not first_config.dataset_name:
+        return hub_id
+    return f"{hub_id}, {first_config.dataset_name}"
 
 
 def describe_split(report: Report, settings: Settings) -> str:
-    """The split that the rows come from, and the limit on their number, such as "test[:10]"."""
-    config = next(iter(report.configs.values()))
-    split = config.test_split or config.validation_split or ""
+    """The split that the rows come from, with the limit on their number if there is one, such as "test[:10]"."""
+    first_config, *_ = report.configs.values()
+    split = first_config.test_split or first_config.validation_split or ""
     if settings.limit is None:
         return split
     return f"{split}[:{settings.limit}]"
 
 
 def describe_command(benchmark: Benchmark, settings: Settings, model: Model) -> str:
-    """The command that measures this result again. An absolute path is cut to its last name, to hide local folders."""
+    """The command that measures a result again. An absolute path is cut to its last name, to hide local folders."""
     name = model.path.name if model.path.is_absolute() else model.name
     command = f"python -m evaluation {name} --tasks {benchmark.task}"
     if settings.dtype != "auto":
@@ -185,8 +194,9 @@ def describe_command(benchmark: Benchmark, settings: Settings, model: Model) -> 
 
 def describe_choices(report: Report, benchmark: Benchmark, settings: Settings) -> str:
     """The number of shots, the dtype if the user chose one, and the benchmark's own choice."""
-    shots = [count for count in report.num_shots.values() if isinstance(count, int)]
-    choices = [f"{max(shots, default=0)}-shot"]
+    shot_counts = [count for count in report.num_shots.values() if isinstance(count, int)]
+    num_shots = max(shot_counts, default=0)
+    choices = [f"{num_shots}-shot"]
     if settings.dtype != "auto":
         choices.append(settings.dtype)
     if benchmark.choice:

@@ -9,7 +9,8 @@ import pandas as pd
 from evaluation.benchmarks import Benchmark
 
 
-# MMBench repeats a question with its options in another order. Each repetition adds this step to the index.
+# MMBench repeats a question with its options in other orders, and adds this to the index for each repetition: question
+# 7 has the indices 7, 1000007, 2000007 and so on.
 INDEX_STEP = 1_000_000
 
 
@@ -17,7 +18,7 @@ class RowScore(NamedTuple):
     """The score of one row.
 
     Attributes:
-        group: The row's category in MM-Star, whose score is the mean over categories; empty in other tasks.
+        group: The row's category in MM-Star, whose score is the mean of the categories' means; empty in other tasks.
         row: Text that identifies the row. It is the same for every model.
         score: 0 to 1; `None` if the log entry has an unknown form.
     """
@@ -36,17 +37,18 @@ def read_row_scores(benchmark: Benchmark, score: float, samples: Sequence[dict[s
         samples: The entries of the harness's row logs.
 
     Returns:
-        `None` if the mean of the rows' scores over groups is not the reported score, if a row is there twice, or if an
-        entry has an unknown form.
+        The scores. `None` if the mean of the groups' means is not the reported score, if two entries are of the same
+        row, or if an entry has an unknown form.
     """
-    rows = [read_row(benchmark, sample) for sample in samples if benchmark.metric in sample]
+    scored_samples = [sample for sample in samples if benchmark.metric in sample]
+    rows = [read_row(benchmark, sample) for sample in scored_samples]
     table = pd.DataFrame(rows, columns=list(RowScore._fields))
     if table.empty or table["score"].isna().any():
         return None
 
     scores = table.set_index(["group", "row"])["score"].astype(float)
     if benchmark.row_log == "answer in each order":
-        # A question counts as right if it is right in every order.
+        # Rows of the same question have the same index. The question is right if it is right in every order.
         scores = scores.groupby(level=["group", "row"]).min()
 
     mean, _ = mean_and_error(scores)
@@ -71,24 +73,25 @@ def read_row(benchmark: Benchmark, sample: dict[str, Any]) -> RowScore:
     if benchmark.row_log == "answer":
         return RowScore("", row, exact_match(metric_input.get("pred"), metric_input.get("answer")))
 
-    # The kind that is left is "answer in each order".
+    assert benchmark.row_log == "answer in each order"
     if "index" not in metric_input or "prediction" not in metric_input:
         return RowScore("", row, None)
     return read_mmbench_row(metric_input)
 
 
 def read_mmbench_row(metric_input: dict[str, Any]) -> RowScore:
-    """The score of one row of MMBench. Rows that ask the same question are indexed alike."""
+    """The score of one row of MMBench. `row` is the same in all rows that ask the same question."""
     question = metric_input["index"] % INDEX_STEP
-    letter = str(metric_input["prediction"]).strip()[:1]
+    letter = str(metric_input["prediction"]).strip()[:1]  # "A" of the prediction "A. a cat"
     return RowScore("", f"question {question}", exact_match(letter, metric_input.get("answer")))
 
 
 def name_row(sample: dict[str, Any]) -> str:
-    """Text that identifies a row, from its number, its question and the right answer.
+    """Text that identifies a row, made of its number, its question and the right answer.
 
     lmms-eval's own hash of a row can't be used: it covers a picture's address in memory, which differs in every run.
     """
+    # Some logs hold a hash of the question in place of its text.
     question = sample.get("input") or sample.get("prompt_hash")
     return f"{sample.get('doc_id')} {question} {sample.get('target')}"
 

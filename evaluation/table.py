@@ -1,4 +1,4 @@
-"""The table of results: a row for each benchmark, a column for each model, and how each score was measured."""
+"""The table of results: a row for each benchmark, a column for each model, and a column on how it was measured."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,12 +17,13 @@ CONFIDENCE = 0.95
 def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """The table in Markdown, with all values in percent.
 
-    Scores are followed by their standard error, and differences from the first model by their 95% interval.
+    The cell of a score holds its standard error too. Further columns hold each other model's difference from the first
+    model, with its 95% interval.
     """
     first_name, *other_names = results
     difference_titles = [f"{name} − {first_name} (95% interval)" for name in other_names]
     header = ["benchmark", first_name, *other_names, *difference_titles, "how"]
-    num_value_columns = len(header) - 2
+    num_value_columns = len(header) - 2  # all but the first and the last
     alignment = ["---", *["---:"] * num_value_columns, "---"]
     rows = [header, alignment]
 
@@ -31,7 +32,8 @@ def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
         rows.append(render_benchmark(benchmark, benchmark_results))
 
     means = [mean_of_paper(model_results) for model_results in results.values()]
-    if any(means):
+    has_means = any(mean != "" for mean in means)
+    if has_means:
         no_differences = [""] * len(difference_titles)
         rows.append([f"mean of the {len(PAPER)}", *means, *no_differences, "plain mean, as in Table 4"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -45,7 +47,7 @@ def render_benchmark(benchmark: Benchmark, results: Sequence[TaskResult | None])
 
 
 def describe_measurement(results: Sequence[TaskResult | None]) -> str:
-    """How a benchmark was measured, as the first result says."""
+    """How a benchmark was measured, as its first result says; an empty text if there is no result."""
     for result in results:
         if result is not None:
             row = result.evaluation
@@ -65,7 +67,7 @@ def render_score(result: TaskResult | None) -> str:
 
 
 def render_difference(first: TaskResult | None, second: TaskResult | None) -> str:
-    """The second score minus the first, with the interval of a paired t-test over the rows."""
+    """The second score minus the first in percent, with the 95% interval of a paired t-test over the rows."""
     if first is None or second is None:
         return "no result"
     change = f"{100 * (second.evaluation.value - first.evaluation.value):+.1f}"

@@ -4,10 +4,13 @@
     python -m benchmarks.gpu --table benchmarks/results/NVIDIA-H100-80GB-HBM3/gpu.jsonl
     python -m benchmarks.gpu --cpu --results runs/rehearsal.jsonl
 
-The parts run one after the other, the most important first. Each runs in its own process, which is ended after its
-limit. After each arm a line is written to the file of results. Arms that have a line are skipped, so the same command
-goes on where it was cut off. Delete a line to measure its arm again. `--cpu` rehearses everything with tiny shapes.
-README.md in this folder says more.
+The first command measures. The second prints the tables of a file of results. The third rehearses on the CPU, with
+tiny shapes.
+
+A part is a list of arms. An arm is one configuration, such as a trainer with its options. The parts run one after the
+other, the most important first, each in a process of its own, which is killed when the part's time is over. After each
+arm a line is added to the file of results. Arms that have a line there are skipped, so the same command goes on where
+it was cut off. Delete a line to measure its arm again. README.md in this folder says more.
 """
 
 import argparse
@@ -19,9 +22,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu.table import render
+
 
 ROOT = Path(__file__).parents[2]
-# The parts, the most important first, and the seconds that each may take. About ten go for loading the libraries.
+# The parts, the most important first, and the seconds that each may take. Loading the libraries takes about ten.
 LIMITS = {
     "ceilings": 60,
     "norm": 45,
@@ -29,10 +34,49 @@ LIMITS = {
     "small": 170,
     "large": 230,
     "large_full": 90,
-    "large_4bit": 300,  # most of the time goes for compiling layers with 4-bit weights
+    "large_4bit": 300,  # mostly for compiling layers with 4-bit weights
 }
-# No process is started if less time is left.
+# No process is started if fewer seconds are left.
 LEAST_SECONDS = 25
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Measure all parts, until the time is over."""
+    started = time.monotonic()
+    for part in args.parts:
+        part_started = time.monotonic()
+        seconds_left = args.seconds - (part_started - started)
+        limit = float("inf") if args.cpu else LIMITS[part]
+        finish_part(part, args, min(limit, seconds_left))
+
+        ended = time.monotonic()
+        say(f"{part}: {ended - part_started:.0f} s, {ended - started:.0f} s in all")
+
+
+def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
+    """Measure a part within so many seconds. If its process fails, a new process measures the arms that are left."""
+    started = time.monotonic()
+    first_died = False
+    while True:
+        seconds_left = seconds - (time.monotonic() - started)
+        if seconds_left < LEAST_SECONDS:
+            say(f"No time is left for {part}: give the same command again for what is missing.")
+            return
+
+        lines_before = count_lines(args.results)
+        status = run_part(part, args, seconds_left, first_died)
+        is_done = status == 0
+        was_killed = status is None
+        if is_done or was_killed:
+            return
+
+        wrote_lines = count_lines(args.results) > lines_before
+        if first_died and not wrote_lines:
+            # With `first_died` a process begins by writing a line. It failed even before that, and so would the next.
+            say(f"{part} failed.")
+            return
+        # Without a new line, the process died while it measured the first missing arm.
+        first_died = not wrote_lines
 
 
 def run_part(part: str, args: argparse.Namespace, seconds: float, first_died: bool) -> int | None:
@@ -41,16 +85,20 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_died: bo
     Args:
         part: The part.
         args: The command's options.
-        seconds: The process is ended after so many seconds.
-        first_died: Whether the first missing arm ended the process before. It is then not measured again.
+        seconds: The process is killed after so many seconds.
+        first_died: Whether the process before this one died while it measured the first missing arm. This process then
+            writes an error for that arm instead of measuring it again.
 
     Returns:
-        The process's exit status; `None` if it was ended because its time was over.
+        The process's exit status; `None` if it was killed because its time was over.
     """
     device = "cpu" if args.cpu else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-m", "benchmarks.gpu.part", part),
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.part",
+            part,
             f"--device={device}",
             f"--results={args.results.absolute()}",
             f"--folder={folder}",
@@ -78,50 +126,17 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_died: bo
             process.wait()
 
 
-def say(text: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
-def run_all(args: argparse.Namespace) -> None:
-    """Measure all parts, until the time is over."""
-    started = time.monotonic()
-    for part in args.parts:
-        limit = float("inf") if args.cpu else LIMITS[part]
-        part_started = time.monotonic()
-        seconds_left = args.seconds - (part_started - started)
-        finish_part(part, args, min(limit, seconds_left))
-        say(f"{part}: {time.monotonic() - part_started:.0f} s, {time.monotonic() - started:.0f} s in all")
-
-
-def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
-    """Measure a part within so many seconds. If its process fails, another one measures the arms that are left."""
-    started = time.monotonic()
-    first_died = False
-    while True:
-        seconds_left = seconds - (time.monotonic() - started)
-        if seconds_left < LEAST_SECONDS:
-            say(f"No time is left for {part}: give the same command again for what is missing.")
-            return
-
-        lines_before = count_lines(args.results)
-        status = run_part(part, args, seconds_left, first_died)
-        if status is None or status == 0:
-            return
-
-        wrote_lines = count_lines(args.results) > lines_before
-        if first_died and not wrote_lines:
-            say(f"{part} failed.")
-            return
-        first_died = not wrote_lines
-
-
 def count_lines(results: Path) -> int:
-    """The number of lines of the file of results; 0 if there is no file yet."""
+    """The number of lines in the file of results; 0 if there is no file yet."""
     if not results.exists():
         return 0
     return len(results.read_bytes().splitlines())
+
+
+def say(text: str) -> None:
+    """Print a line at once, before the lines of the next process."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -150,8 +165,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     if args.table is not None:
-        from benchmarks.gpu.table import render
-
         sys.stdout.write(render(args.table))
         return
 

@@ -1,7 +1,9 @@
 """Measures attention over a packed row, forward and backward, with the shapes of Qwen2.5-7B's layers.
 
-"varlen" attends by sample. "sdpa, masked" hides other samples by a mask, with and without cuDNN. "sdpa, causal"
-doesn't separate samples.
+There are three kinds of attention:
+- "varlen" computes each sample by itself;
+- "sdpa, masked" hides other samples from a token by a mask. It is measured with and without cuDNN;
+- "sdpa, causal" lets a token see all earlier tokens of the row, also those of other samples.
 
 cuDNN builds a plan for every shape that it hasn't seen, and packed rows have a new length in nearly every step. So the
 first call at each of several lengths is measured too.
@@ -32,10 +34,21 @@ CASES = {
     "8 long samples": [1011, 1540, 736, 1203, 903, 872, 1127, 800],
     "64 short samples": [96 + number for number in range(64)],
 }
-# Lengths of packed rows at which the first call is measured.
+# Lengths of packed rows at which the first call is measured: 8152, 8112, ..., 7712 tokens.
 NEW_LENGTHS = [8192 - 40 * number for number in range(1, 13)]
-# Query, key and value.
+# The kinds of attention that are measured in both cases, and whether each may use cuDNN.
+MEASURED_IN_CASES = [("varlen", False), ("sdpa, masked", True), ("sdpa, masked", False)]
+# The same for the first calls at new lengths.
+MEASURED_AT_NEW_LENGTHS = [
+    ("sdpa, masked", True),
+    ("sdpa, masked", False),
+    ("sdpa, causal", True),
+    ("sdpa, causal", False),
+    ("varlen", False),
+]
+# The query, key and value of a row, each [1, heads, num_tokens, head_dim].
 States = list[torch.Tensor]
+# Computes the output, [1, num_tokens, heads, head_dim].
 Attention = Callable[[States], torch.Tensor]
 
 
@@ -48,35 +61,130 @@ class AttentionLayer(nn.Module):
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """Both cases by each kind of attention, then the first calls at new lengths. On a CPU all lengths are short."""
+    """The arms of both cases, then those of the first calls at new lengths. On a CPU all lengths are short."""
     on_gpu = device.type == "cuda"
     shrink = 1 if on_gpu else 128
     repeats = 20 if on_gpu else 2
 
-    measured = []
+    all_arms = []
     for case, full_lengths in CASES.items():
         lengths = [max(length // shrink, 2) for length in full_lengths]
-        for kind, cudnn in (("varlen", False), ("sdpa, masked", True), ("sdpa, masked", False)):
+        for kind, cudnn in MEASURED_IN_CASES:
+            measure = partial(measure_case, kind, cudnn=cudnn, lengths=lengths, repeats=repeats, device=device)
             settings = {"lengths": lengths, "repeats": repeats, "cudnn": cudnn}
-            measure = partial(measure_case, kind, cudnn, lengths, repeats, device)
             beside = None if kind == "varlen" else f"{case}: varlen"
-            measured.append(Arm(arm_name(case, kind, cudnn), measure, settings, beside))
+            all_arms.append(Arm(arm_name(case, kind, cudnn), measure, settings, beside))
 
     new_lengths = [length // shrink for length in NEW_LENGTHS]
-    for kind, cudnn in itertools.product(("sdpa, masked", "sdpa, causal"), (True, False)):
+    for kind, cudnn in MEASURED_AT_NEW_LENGTHS:
+        measure = partial(measure_first_calls, kind, cudnn=cudnn, row_lengths=new_lengths, device=device)
         settings = {"row_lengths": new_lengths, "cudnn": cudnn}
-        measure = partial(measure_first_calls, kind, cudnn, new_lengths, device)
-        measured.append(Arm(arm_name("new lengths", kind, cudnn), measure, settings))
-    measure = partial(measure_first_calls, "varlen", False, new_lengths, device)
-    measured.append(Arm("new lengths: varlen", measure, {"row_lengths": new_lengths, "cudnn": False}))
-    return measured
+        all_arms.append(Arm(arm_name("new lengths", kind, cudnn), measure, settings))
+    return all_arms
 
 
 def arm_name(case: str, kind: str, cudnn: bool) -> str:
-    """The name of an arm. Attention by sample never uses cuDNN, so its name doesn't mention it."""
+    """The name of an arm. "varlen" never uses cuDNN, so its name doesn't mention it."""
     if cudnn or kind == "varlen":
         return f"{case}: {kind}"
     return f"{case}: {kind}, without cuDNN"
+
+
+def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device) -> Figures:
+    """The median time of a forward and a backward pass, and the errors of output and gradients against float32."""
+    states = make_states(sum(lengths), device)
+    grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
+    attention = make_attention(kind, lengths, device)
+
+    stopwatch = Stopwatch(device)
+    with cudnn_attention(cudnn):
+        for _ in range(3):  # a warm-up
+            forward_and_backward(attention, states, grad_output)
+
+        stopwatch.mark()
+        for _ in range(repeats):
+            computed = forward_and_backward(attention, states, grad_output)
+            stopwatch.mark()
+    figures: Figures = {"milliseconds": statistics.median(stopwatch.seconds()) * 1000}
+
+    exact_states = [state.detach().float().requires_grad_() for state in states]
+    reference = partial(attend_in_matrix_products, lengths=lengths)
+    expected = forward_and_backward(reference, exact_states, grad_output.float())
+    for name, actual_tensor, exact_tensor in zip(("output", "query", "key", "value"), computed, expected, strict=True):
+        error = (actual_tensor.float() - exact_tensor).norm() / exact_tensor.norm()
+        figures[f"{name}_relative_error"] = error.item()
+    return figures
+
+
+def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: torch.device) -> Figures:
+    """The times of the first and of the second call at each length of a row. Each row holds two samples."""
+    first_calls = []
+    second_calls = []
+    with cudnn_attention(cudnn):
+        for row_length in row_lengths:
+            first_sample = row_length // 3
+            second_sample = row_length - first_sample
+            attention = make_attention(kind, [first_sample, second_sample], device)
+            states = make_states(row_length, device)
+            grad_output = torch.randn(1, row_length, NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
+
+            stopwatch = Stopwatch(device)
+            stopwatch.mark()
+            for _ in range(2):
+                forward_and_backward(attention, states, grad_output)
+                stopwatch.mark()
+            first_seconds, second_seconds = stopwatch.seconds()
+            first_calls.append(first_seconds * 1000)
+            second_calls.append(second_seconds * 1000)
+
+    # The first length is left out, because the very first call also loads the kernels.
+    return {
+        "first_call_ms": statistics.median(first_calls[1:]),
+        "slowest_first_call_ms": max(first_calls[1:]),
+        "second_call_ms": statistics.median(second_calls[1:]),
+    }
+
+
+def make_states(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> States:
+    """Random query, key and value, each [1, heads, num_tokens, head_dim]."""
+    torch.manual_seed(num_tokens)
+    states = []
+    for num_heads in (NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_KEY_VALUE_HEADS):
+        state = torch.randn(1, num_heads, num_tokens, HEAD_DIM, device=device, dtype=dtype)
+        states.append(state.requires_grad_())
+    return states
+
+
+def make_attention(kind: str, lengths: list[int], device: torch.device) -> Attention:
+    """A function that computes attention over a row whose samples have these lengths."""
+    layer: Any = AttentionLayer()
+    if kind == "varlen":
+        ends = itertools.accumulate(lengths)
+        bounds = torch.tensor([0, *ends], dtype=torch.int32, device=device)  # [num_samples + 1]
+        longest = max(lengths)
+
+        def attend_by_sample(states: States) -> torch.Tensor:
+            query, key, value = states
+            output, _ = varlen_attention_forward(
+                layer, query, key, value, attention_mask=None, cu_seq_lens_q=bounds, max_length_q=longest
+            )
+            return output
+
+        return attend_by_sample
+
+    mask = None
+    if kind == "sdpa, masked":
+        # A token sees the earlier tokens of its own sample. Lengths 2 and 3 give the sample numbers 0, 0, 1, 1, 1.
+        sample_numbers = torch.repeat_interleave(torch.tensor(lengths, device=device))  # [num_tokens]
+        is_same_sample = sample_numbers[:, None] == sample_numbers[None, :]  # [num_tokens, num_tokens]
+        mask = is_same_sample.tril()[None, None]  # [1, 1, num_tokens, num_tokens]
+
+    def attend_by_sdpa(states: States) -> torch.Tensor:
+        query, key, value = states
+        output, _ = sdpa_attention_forward(layer, query, key, value, attention_mask=mask)
+        return output
+
+    return attend_by_sdpa
 
 
 @contextmanager
@@ -90,101 +198,28 @@ def cudnn_attention(enabled: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def make_states(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> States:
-    """Random query, key and value, each [1, heads, num_tokens, head_dim]."""
-    torch.manual_seed(num_tokens)
-    heads = (NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_KEY_VALUE_HEADS)
-    states = [torch.randn(1, count, num_tokens, HEAD_DIM, device=device, dtype=dtype) for count in heads]
-    return [state.requires_grad_() for state in states]
-
-
-def make_attention(kind: str, lengths: list[int], device: torch.device) -> Attention:
-    """A function that computes attention over a row whose samples have these lengths."""
-    layer: Any = AttentionLayer()
-    by_sample: Callable[..., Any] = varlen_attention_forward
-    if kind == "varlen":
-        # 0, then the end of each sample.
-        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-        options: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": max(lengths)}
-        return lambda states: by_sample(layer, *states, None, **options)[0]
-
-    if kind == "sdpa, causal":
-        return lambda states: sdpa_attention_forward(layer, *states, None)[0]
-
-    # A token sees the earlier tokens of its own sample.
-    sample_numbers = torch.repeat_interleave(torch.tensor(lengths, device=device))  # [num_tokens]
-    is_same_sample = sample_numbers[:, None] == sample_numbers[None, :]
-    mask = is_same_sample.tril()[None, None]  # [1, 1, num_tokens, num_tokens]
-    return lambda states: sdpa_attention_forward(layer, *states, mask)[0]
-
-
-def attend_in_float32(states: States, lengths: list[int]) -> torch.Tensor:
-    """The reference: attention of each sample by itself, in plain matrix products."""
-    queries, keys, values = (state[0].split(lengths, dim=1) for state in states)
-    outputs = []
-    for query, key, value in zip(queries, keys, values, strict=True):
-        key = key.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
-        value = value.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
-        scores = query @ key.mT / HEAD_DIM**0.5
-        future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-        outputs.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ value)
-    return torch.cat(outputs, dim=1).transpose(0, 1)[None]  # [1, num_tokens, heads, head_dim]
-
-
-def forward_and_backward(attention: Attention, states: States, grad_output: torch.Tensor) -> States:
+def forward_and_backward(attention: Attention, states: States, grad_output: torch.Tensor) -> list[torch.Tensor]:
     """The output, and the gradients of query, key and value."""
     output = attention(states)
-    return [output, *torch.autograd.grad(output, states, grad_output)]
+    gradients = torch.autograd.grad(output, states, grad_output)
+    return [output, *gradients]
 
 
-def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device) -> Figures:
-    """The median time of a forward and a backward pass, and the errors against float32."""
-    states = make_states(sum(lengths), device)
-    grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
-    attention = make_attention(kind, lengths, device)
+def attend_in_matrix_products(states: States, lengths: list[int]) -> torch.Tensor:
+    """The reference: causal attention of each sample by itself, in plain matrix products."""
+    # Each sample's query, key and value are [heads, length, head_dim].
+    queries, keys, values = [state[0].split(lengths, dim=1) for state in states]
 
-    stopwatch = Stopwatch(device)
-    with cudnn_attention(cudnn):
-        for _ in range(3):  # a warm-up
-            computed = forward_and_backward(attention, states, grad_output)
-        stopwatch.mark()
-        for _ in range(repeats):
-            forward_and_backward(attention, states, grad_output)
-            stopwatch.mark()
-    figures: Figures = {"milliseconds": statistics.median(stopwatch.seconds()) * 1000}
+    outputs = []
+    for query, grouped_key, grouped_value in zip(queries, keys, values, strict=True):
+        # Several heads of the query share one head of key and value.
+        key = grouped_key.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
+        value = grouped_value.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
 
-    exact_states = [state.detach().float().requires_grad_() for state in states]
-    reference = partial(attend_in_float32, lengths=lengths)
-    expected = forward_and_backward(reference, exact_states, grad_output.float())
-    for name, actual, exact_value in zip(("output", "query", "key", "value"), computed, expected, strict=True):
-        error = (actual.float() - exact_value).norm() / exact_value.norm()
-        figures[f"{name}_relative_error"] = error.item()
-    return figures
+        scores = query @ key.mT / HEAD_DIM**0.5  # [heads, length, length]
+        is_future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(is_future, -torch.inf).softmax(-1)
+        outputs.append(weights @ value)
 
-
-def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: torch.device) -> Figures:
-    """The times of the first and of the second call at each length. The rows hold two samples."""
-    first_calls = []
-    second_calls = []
-    with cudnn_attention(cudnn):
-        for row_length in row_lengths:
-            lengths = [row_length // 3, row_length - row_length // 3]
-            attention = make_attention(kind, lengths, device)
-            states = make_states(row_length, device)
-            grad_output = torch.randn(1, row_length, NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
-
-            stopwatch = Stopwatch(device)
-            stopwatch.mark()
-            for _ in range(2):
-                forward_and_backward(attention, states, grad_output)
-                stopwatch.mark()
-            first, second = stopwatch.seconds()
-            first_calls.append(first * 1000)
-            second_calls.append(second * 1000)
-
-    # The first length is left out, because the very first call also loads the kernels.
-    return {
-        "first_call_ms": statistics.median(first_calls[1:]),
-        "slowest_first_call_ms": max(first_calls[1:]),
-        "second_call_ms": statistics.median(second_calls[1:]),
-    }
+    output = torch.cat(outputs, dim=1)  # [heads, num_tokens, head_dim]
+    return output.transpose(0, 1)[None]  # [1, num_tokens, heads, head_dim]

@@ -1,7 +1,7 @@
 """A loop of plain PyTorch with compiled layers, on the model and the batches of our trainer.
 
-Its batches are on the device before it begins, and it does nothing but train. So it is an upper bound of our trainer's
-speed.
+All batches are on the device before the loop begins, and the loop does nothing but train. So its speed is an upper
+bound of our trainer's.
 """
 
 from itertools import islice
@@ -16,7 +16,7 @@ from training.stages import base_model
 
 
 class BareLoop(StepRecorder):
-    """A callback that takes all steps itself when a trainer begins, and then ends the training."""
+    """A callback that takes all of a trainer's steps itself when the trainer begins, and then ends the training."""
 
     def __init__(self, warmup: int, compile_backend: str) -> None:
         super().__init__(warmup)
@@ -26,13 +26,14 @@ class BareLoop(StepRecorder):
         self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
         """Train, keep the figures, and end the training."""
-        base = base_model(model)
+        base = base_model(model)  # without the `PeftModel` around it
         for layer in base.model.language_model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=self.compile_backend)
 
         passes_per_step = args.gradient_accumulation_steps
         num_batches = passes_per_step * args.max_steps
         batches = [to_device(batch, args.device) for batch in islice(train_dataloader, num_batches)]
+
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=0.0, fused=True)
 
@@ -40,7 +41,8 @@ class BareLoop(StepRecorder):
         self.watch(model, args.device)
         losses = []
         for start in range(0, num_batches, passes_per_step):
-            losses.append(self.compute_gradients(base, batches[start : start + passes_per_step], args))
+            step_batches = batches[start : start + passes_per_step]
+            losses.append(self.compute_gradients(base, step_batches, args))
             torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -52,23 +54,28 @@ class BareLoop(StepRecorder):
 
     def compute_gradients(self, base: Any, batches: list[dict[str, Any]], args: Any) -> torch.Tensor:
         """Do the forward and backward passes of a step. Returns the mean loss of its supervised tokens."""
+        # For each batch: the positions whose next token is supervised, and these next tokens.
         targets = [supervised_tokens(batch["labels"]) for batch in batches]
-        num_tokens = sum(len(tokens) for _, tokens in targets)
+        num_supervised = sum(len(next_tokens) for _, next_tokens in targets)
 
-        total = torch.zeros((), device=args.device)
-        for batch, (places, tokens) in zip(batches, targets, strict=True):
+        step_loss = torch.zeros((), device=args.device)
+        for batch, (positions, next_tokens) in zip(batches, targets, strict=True):
             self.record_pass(batch)
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
-                states = base.model(**inputs, use_cache=False).last_hidden_state
-                logits = base.lm_head(states.flatten(0, 1)[places])
+                states = base.model(**inputs, use_cache=False).last_hidden_state  # [B, T, D]
+                logits = base.lm_head(states.flatten(0, 1)[positions])  # [supervised tokens, vocabulary]
+
             # Summed over the step's batches, this is the mean loss of all supervised tokens.
-            share_of_loss = F.cross_entropy(logits.float(), tokens, reduction="sum") / num_tokens
-            share_of_loss.backward()
-            total += share_of_loss.detach()
-        return total
+            batch_loss = F.cross_entropy(logits.float(), next_tokens, reduction="sum") / num_supervised
+            batch_loss.backward()
+            step_loss += batch_loss.detach()
+        return step_loss
 
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The same batch with its tensors on the device."""
-    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    moved = {}
+    for name, value in batch.items():
+        moved[name] = value.to(device) if torch.is_tensor(value) else value
+    return moved

@@ -1,4 +1,4 @@
-"""Measures the most that the device can do: matrix products in bfloat16, and a copy of its memory."""
+"""Measures the most that the device can do: matrix products in bfloat16, and a copy within its memory."""
 
 import statistics
 from functools import partial
@@ -10,8 +10,8 @@ from benchmarks.gpu.results import Arm, Figures
 from benchmarks.gpu.stopwatch import Stopwatch
 
 
-# Rows, inner size and columns of each product. The last two are products of the measured models' MLPs, for the tokens
-# of a step.
+# The shape of each product: the rows and the columns of the left matrix, and the columns of the right matrix. The last
+# two are products of the measured models' MLPs, for about as many tokens as a step has.
 PRODUCTS = {
     "product 8192 x 8192 x 8192": (8192, 8192, 8192),
     "product of Qwen2.5-7B's MLP": (8192, 3584, 18944),
@@ -21,31 +21,34 @@ COPIED_BYTES = 4 * 2**30
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """The products and the copy, small ones on a CPU."""
-    shrink = 1 if device.type == "cuda" else 64
-    repeats = 30 if device.type == "cuda" else 2
+    """The arms of the products, then that of the copy. On a CPU, matrices and copy are small."""
+    on_gpu = device.type == "cuda"
+    shrink = 1 if on_gpu else 64
+    repeats = 30 if on_gpu else 2
 
     product_arms = []
-    for name, shape in PRODUCTS.items():
-        sizes = [size // shrink for size in shape]
-        settings: dict[str, Any] = {"shape": sizes, "repeats": repeats}
-        product_arms.append(Arm(name, partial(time_product, sizes, repeats, device), settings))
+    for name, full_shape in PRODUCTS.items():
+        shape = [size // shrink for size in full_shape]
+        settings: dict[str, Any] = {"shape": shape, "repeats": repeats}
+        product_arms.append(Arm(name, partial(time_product, shape, repeats, device), settings))
 
-    size = COPIED_BYTES // shrink
-    settings = {"bytes": size, "repeats": repeats}
-    copy_arm = Arm("copy", partial(time_copy, size, repeats, device), settings)
+    num_bytes = COPIED_BYTES // shrink
+    settings = {"bytes": num_bytes, "repeats": repeats}
+    copy_arm = Arm("copy", partial(time_copy, num_bytes, repeats, device), settings)
     return [*product_arms, copy_arm]
 
 
 def time_product(shape: list[int], repeats: int, device: torch.device) -> Figures:
-    """The highest and the median speed of `repeats` products of random numbers. Zeros would be faster."""
+    """The highest and the median speed of `repeats` products."""
     rows, inner, columns = shape
+    # Random numbers, because products of zeros would be faster.
     left = torch.randn(rows, inner, dtype=torch.bfloat16, device=device)
     right = torch.randn(inner, columns, dtype=torch.bfloat16, device=device)
     output = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
 
-    for _ in range(3):
+    for _ in range(3):  # a warm-up
         torch.mm(left, right, out=output)
+
     stopwatch = Stopwatch(device)
     stopwatch.mark()
     for _ in range(repeats):
@@ -63,13 +66,13 @@ def time_product(shape: list[int], repeats: int, device: torch.device) -> Figure
 def time_copy(num_bytes: int, repeats: int, device: torch.device) -> Figures:
     """The median speed of `repeats` copies, counting both the bytes read and the bytes written."""
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    destination = torch.empty_like(source)
 
-    target.copy_(source)
+    destination.copy_(source)  # a warm-up
     stopwatch = Stopwatch(device)
     stopwatch.mark()
     for _ in range(repeats):
-        target.copy_(source)
+        destination.copy_(source)
         stopwatch.mark()
 
     median_seconds = statistics.median_high(stopwatch.seconds())

@@ -1,24 +1,27 @@
 """Defines the figures of training, and computes model FLOPs.
 
-**Tokens** are the tokens of a step's samples, image tokens included and padding not.
+**Tokens** are the tokens of a step's samples. Image tokens count, padding doesn't.
 
 **Tokens per second** are the tokens of all measured steps over the time from the end of the warm-up to the end of the
 last step. This includes all that a trainer does between steps.
 
-**Model FLOPs** are what a step needs, not what the device did: nothing is computed twice, and padding isn't computed.
-- Only linear layers and convolutions count. For each token, a layer's matrix of N numbers takes 6N FLOPs if it is
-  trained (2N forward, 2N for the gradient of its input, 2N for the gradient of the matrix), 4N if it is frozen and
-  gradients pass through it, and 2N if no gradients pass.
-- The encoder computes the layers that the model reads, for every patch and the CLS token. The head computes the
-  supervised tokens.
-- For a sample of L tokens and heads with H numbers in all, attention takes 2 L² H FLOPs forward in the decoder, which
-  is causal, and 4 L² H in the encoder. It takes three times as many if gradients pass.
+**Model FLOPs** are the FLOPs that a step needs, not those that the device did: what gradient checkpointing computes a
+second time doesn't count, and neither does padding. They are the sum of two kinds:
+- Linear layers and convolutions. For each token, a matrix of N weights takes 6N FLOPs if it is trained (2N forward, 2N
+  for the gradient of its input, 2N for the gradient of the matrix), 4N if it is frozen and gradients pass through it,
+  and 2N if no gradients pass.
+- Attention. For a sample of L tokens, a layer whose query has H numbers for each token (number of heads times head
+  size) takes 2 L² H FLOPs forward in the decoder, which is causal, and 4 L² H in the encoder. If gradients pass, it
+  takes three times as many.
+In the encoder, only the layers count whose output the model uses, for every patch and the CLS token. The language
+model's head counts for supervised tokens only.
 
-**Shares** are model FLOPs over what the device could have done in the same time. One share is of 989 TFLOP/s, the peak
-of an H100 and an H200 in bfloat16, the other of the fastest matrix product measured on the same device.
+**Shares** are model FLOPs over those that the device could have done in the same time. One share is of 989 TFLOP/s,
+the peak of an H100 and an H200 in bfloat16, the other of the fastest matrix product measured on the same device.
 
-**The layers' time** is the time between the decoder's entrance and its last norm, forward and backward. It includes
-what checkpointing computes again, masks and rotary embeddings. Its share counts the FLOPs of the layers only.
+**The layers' time** is the time from the input of the decoder's first layer to its last norm, and in the backward pass
+from this norm to that input. It includes masks, rotary embeddings, and what gradient checkpointing computes again. Its
+share counts the FLOPs of the decoder's layers only.
 """
 
 from dataclasses import dataclass
@@ -34,12 +37,13 @@ PEAK_FLOPS = 989e12  # bfloat16, dense: an H100 SXM and an H200
 
 @dataclass(frozen=True)
 class Work:
-    """The inputs of one or more steps."""
+    """How much one or more steps compute: the samples, pictures and supervised tokens of their inputs."""
 
     lengths: list[int]
     """The number of tokens of each sample, without padding."""
     num_images: int
     num_supervised: int
+    """The number of tokens that the loss counts."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,25 +64,27 @@ def model_flops(trained: Any, work: Work) -> Flops:
 
     Args:
         trained: A Llava or NormLlava, or the `PeftModel` around it, prepared for its stage.
-        work: The inputs of the training.
+        work: How much the training computes.
     """
     model = base_model(trained)
     encoder = model.model.vision_tower
     num_positions = encoder_positions(model)
     encoder_is_trained = any(parameter.requires_grad for parameter in encoder.parameters())
 
-    # Of one picture.
-    encoding = weight_flops(encoder, gradients_pass=encoder_is_trained, unread=unread_weights(model)) * num_positions
+    # The FLOPs of one picture.
+    unread = unread_weights(model)
+    encoding = weight_flops(encoder, gradients_pass=encoder_is_trained, unread=unread) * num_positions
     encoding += encoder_attention_flops(model, encoder_is_trained)
     projecting = weight_flops(model.model.multi_modal_projector, gradients_pass=True) * model.config.image_seq_length
 
-    # Of all samples.
+    # The FLOPs of all samples.
     layers = model.model.language_model.layers
     decoding = weight_flops(layers, gradients_pass=True) * work.num_tokens
     decoding += len(layers) * decoder_attention_flops(model, work.lengths)
     scoring = weight_flops(model.get_output_embeddings(), gradients_pass=True) * work.num_supervised
 
-    return Flops(layers=decoding, whole=(encoding + projecting) * work.num_images + decoding + scoring)
+    all_pictures = (encoding + projecting) * work.num_images
+    return Flops(layers=decoding, whole=all_pictures + decoding + scoring)
 
 
 def weight_flops(module: nn.Module, gradients_pass: bool, unread: frozenset[int] = frozenset()) -> int:
@@ -86,32 +92,34 @@ def weight_flops(module: nn.Module, gradients_pass: bool, unread: frozenset[int]
 
     Args:
         module: The module.
-        gradients_pass: Whether gradients pass through frozen layers.
-        unread: The `id` of each weight that is not counted.
+        gradients_pass: Whether gradients pass through those of its layers that are frozen.
+        unread: The `id` of each weight that doesn't count, because the model doesn't use its layer's output.
     """
     total = 0
-    for name, part in module.named_modules():
-        # Where PEFT trains a module in full, it keeps the weights from before as `original_module`.
-        if ".original_module" in f".{name}" or not isinstance(part, nn.Linear | nn.Conv2d):
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.Linear | nn.Conv2d):
             continue
-        if id(part.weight) in unread:
+        # Where PEFT trains a module in full, it keeps the weights from before as `original_module`, unused.
+        is_unused_copy = "original_module" in name.split(".")
+        if is_unused_copy or id(layer.weight) in unread:
             continue
-        if part.weight.requires_grad:
+
+        if layer.weight.requires_grad:
             factor = 6
         elif gradients_pass:
             factor = 4
         else:
             factor = 2
-        total += factor * num_weights(part)
+        total += factor * num_weights(layer)
     return total
 
 
-def num_weights(part: nn.Linear | nn.Conv2d) -> int:
-    """How many numbers a layer's matrix has."""
-    if isinstance(part, nn.Linear):
-        # Not `numel()`: of 4-bit weights two share an element.
-        return part.in_features * part.out_features
-    return part.weight.numel()
+def num_weights(layer: nn.Linear | nn.Conv2d) -> int:
+    """The number of weights in a layer's matrix."""
+    if isinstance(layer, nn.Linear):
+        # Of 4-bit weights, `weight.numel()` is half of this: an element holds two.
+        return layer.in_features * layer.out_features
+    return layer.weight.numel()
 
 
 def unread_weights(model: Any) -> frozenset[int]:
@@ -130,7 +138,8 @@ def encoder_positions(model: Any) -> int:
 def encoder_attention_flops(model: Any, gradients_pass: bool) -> int:
     """The model FLOPs of attention in the encoder's layers that the model reads, for one picture."""
     config = model.config.vision_config
-    # `vision_feature_layer` is an index of `hidden_states`, which begins with the embeddings.
+    # `vision_feature_layer` is an index of `hidden_states`, a list that begins with the embeddings. So index i is the
+    # output of the i-th layer. The remainder turns an index from the end, such as -2, into one from the beginning.
     num_layers = model.config.vision_feature_layer % (config.num_hidden_layers + 1)
     forward = 4 * encoder_positions(model) ** 2 * config.hidden_size * num_layers
     return 3 * forward if gradients_pass else forward
@@ -140,5 +149,6 @@ def decoder_attention_flops(model: Any, lengths: list[int]) -> int:
     """The model FLOPs of attention in one layer of the decoder, for samples of these lengths."""
     config = model.config.text_config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_attention_heads * head_dim
-    return sum(3 * 2 * length**2 * width for length in lengths)
+    query_size = config.num_attention_heads * head_dim
+    forward = sum(2 * length**2 * query_size for length in lengths)
+    return 3 * forward  # gradients always pass

@@ -1,7 +1,7 @@
 """The arms with the shapes of Qwen2.5-7B and SigLIP-SO400M-patch14-384.
 
-They are stage 1, LoRA, QLoRA, and full training of half of the decoder's layers. A step takes 16 rows, around 15,000
-tokens: two packed rows of up to 8192 tokens, or two passes of 8 padded rows.
+They are stage 1, LoRA, QLoRA, and full training of a model with half as many decoder layers. A step takes 16 samples,
+around 15,000 tokens. They are packed into two rows of up to 8192 tokens, or padded to equal length in two passes of 8.
 """
 
 from dataclasses import replace
@@ -17,9 +17,9 @@ from benchmarks.gpu.trainers import Training, Workplace, training_arm
 
 
 PACKED_LENGTH = 8192
-# Number of steps that are measured after the warm-up.
+# Number of steps that are measured, after the warm-up.
 MEASURED_STEPS = 5
-# Steps of the warm-up with compiled layers: on an H200, a second graph was compiled in the third step.
+# Number of steps of the warm-up with compiled layers: on an H200, a second graph was compiled in the third step.
 COMPILED_WARMUP = 3
 
 
@@ -29,12 +29,12 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
 
     varlen = packed_training(device, "adapt")
     compiled = with_compiled_layers(varlen)
-    by_mask = replace(varlen, attention="sdpa", cudnn=True, steps=min(varlen.steps, 4))
+    by_mask = replace(varlen, attention="sdpa", cudnn=True, steps=min(varlen.steps, 4))  # slow, so fewer steps
     padded = replace(varlen, packed_length=None, attention="sdpa")
     trl = replace(padded, trainer="TRL")
     bare = replace(compiled, trainer="bare")
 
-    # Each has its name, its training, and the arm that it is compared with.
+    # The name of an arm, its training, and the name of the arm that it is compared with.
     named_trainings = [
         ("LoRA: packed, varlen", varlen, "LoRA: packed by sdpa's mask"),
         ("LoRA: packed, varlen, compiled", compiled, "LoRA: packed, varlen"),
@@ -50,7 +50,7 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def full_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """Stage 2 in full with 14 layers and 8-bit Adam; with 28 it doesn't fit on a card of 80 GB."""
+    """Stage 2 in full, with 8-bit Adam and 14 layers. With 28 layers it doesn't fit on a card of 80 GB."""
     place = make_workplace(device, folder, num_layers=14)
     varlen = replace(packed_training(device, "instruct"), optimizer="adamw_bnb_8bit")
     compiled = with_compiled_layers(varlen)
@@ -63,7 +63,7 @@ def full_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """QLoRA as in the recipe, in packed rows of 4096 tokens: does it run, and how much memory does it take?"""
+    """QLoRA as in the recipe qlora.yaml, in packed rows of up to 4096 tokens, to see that it fits into memory."""
     place = make_workplace(device, folder, num_layers=28)
     varlen = replace(
         packed_training(device, "adapt"),
@@ -71,7 +71,7 @@ def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
         fields={"load_in_4bit": True, "clip_by_module": True, "norm_learning_rate": 1e-5},
     )
     if device.type == "cuda":
-        varlen = replace(varlen, steps=5)
+        varlen = replace(varlen, steps=5)  # of which one is the warm-up
     compiled = with_compiled_layers(varlen)
 
     # With 4-bit weights compiling takes minutes, so the compiled arm comes last.
@@ -83,9 +83,9 @@ def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def packed_training(device: torch.device, stage: Literal["align", "instruct", "adapt"]) -> Training:
-    """Our command with all that makes it fast but compiled layers.
+    """Our command with everything that makes it fast, except compiled layers.
 
-    Rows are packed, attention is computed by sample, and workers of the data loader read the rows.
+    Samples are packed, attention is computed by sample, and workers of the data loader read the samples.
     """
     measured_steps = MEASURED_STEPS if device.type == "cuda" else 1
     return Training(
@@ -107,7 +107,7 @@ def with_compiled_layers(training: Training) -> Training:
 
 
 def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workplace:
-    """Write the rows, the config and the processor that all arms read."""
+    """Write the rows, the config and the processor that all arms read. Returns where they are, and the sizes."""
     on_gpu = device.type == "cuda"
     config = large_config(tiny=not on_gpu, num_layers=num_layers)
     place = Workplace(
@@ -121,5 +121,6 @@ def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workp
     )
     write_folder(config, folder / "model")
     num_rows = (COMPILED_WARMUP + MEASURED_STEPS) * place.rows_per_step
-    write_rows(folder, num_rows, config.vision_config.image_size, LLAVA_LIKE if on_gpu else TINY)
+    lengths = LLAVA_LIKE if on_gpu else TINY
+    write_rows(folder, num_rows, config.vision_config.image_size, lengths)
     return place

@@ -42,21 +42,28 @@ TINY_VISION = {
 
 
 def small_config(tiny: bool) -> NormLlavaConfig:
-    """The config of the emoji example: SmolLM2-135M, DINOv2-small, pictures of 84 x 84 pixels, 36 image tokens."""
-    text = LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    vision = Dinov2Config(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, patch_size=14, image_size=84)
+    """The config of the emoji example: SmolLM2-135M with DINOv2-small, pictures of 84 x 84 pixels, 36 image tokens.
+
+    Args:
+        tiny: Whether to take the shapes of rehearsals instead.
+    """
     if tiny:
         text = LlamaConfig(**TINY_TEXT, max_position_embeddings=8192, tie_word_embeddings=True)
         vision = Dinov2Config(**TINY_VISION)
+    else:
+        text = LlamaConfig(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        )
+        vision = Dinov2Config(
+            hidden_size=384, num_hidden_layers=12, num_attention_heads=6, patch_size=14, image_size=84
+        )
     return llava_config(vision, text, vision_feature_layer=-1, select_strategy="default")
 
 
@@ -65,30 +72,31 @@ def large_config(tiny: bool, num_layers: int = 28) -> NormLlavaConfig:
 
     Args:
         tiny: Whether to take the shapes of rehearsals instead.
-        num_layers: Number of the decoder's layers.
+        num_layers: Number of the decoder's layers. The shapes of rehearsals have their own.
     """
-    text = Qwen2Config(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=num_layers,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152064,
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-    )
-    vision = SiglipVisionConfig(
-        hidden_size=1152,
-        intermediate_size=4304,
-        num_hidden_layers=27,
-        num_attention_heads=16,
-        image_size=384,
-        patch_size=14,
-        vision_use_head=False,
-    )
     if tiny:
         text = Qwen2Config(**TINY_TEXT, max_position_embeddings=32768, tie_word_embeddings=False)
         vision = SiglipVisionConfig(**TINY_VISION, vision_use_head=False)
+    else:
+        text = Qwen2Config(
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=num_layers,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            vocab_size=152064,
+            max_position_embeddings=32768,
+            tie_word_embeddings=False,
+        )
+        vision = SiglipVisionConfig(
+            hidden_size=1152,
+            intermediate_size=4304,
+            num_hidden_layers=27,
+            num_attention_heads=16,
+            image_size=384,
+            patch_size=14,
+            vision_use_head=False,
+        )
     return llava_config(vision, text, vision_feature_layer=-2, select_strategy="full")
 
 
@@ -103,12 +111,12 @@ def llava_config(
         image_seq_length=(vision.image_size // vision.patch_size) ** 2,
         vision_feature_layer=vision_feature_layer,
         vision_feature_select_strategy=select_strategy,
-        projector_norm_target=1.0,
+        projector_norm_target=1.0,  # any value: speed doesn't depend on it
     )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes, so that a text has as many tokens as letters. It has ChatML's tokens."""
+    """A tokenizer whose tokens are bytes and `SPECIAL_TOKENS`. So an ASCII text has as many tokens as characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -128,14 +136,19 @@ def write_folder(config: NormLlavaConfig, folder: Path) -> None:
     """Write the config and the processor: a checkpoint without weights."""
     vision = config.vision_config
     size = {"height": vision.image_size, "width": vision.image_size}
-    image_processor_class = BitImageProcessorPil if isinstance(vision, Dinov2Config) else SiglipImageProcessorPil
+    if isinstance(vision, Dinov2Config):
+        image_processor: Any = BitImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
+    else:
+        image_processor = SiglipImageProcessorPil(size=size)
+
     tokenizer = byte_tokenizer()
+    has_cls_token = config.vision_feature_select_strategy == "default"
     processor = LlavaProcessor(
-        image_processor=image_processor_class(size=size, crop_size=size, do_center_crop=False),
+        image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=vision.patch_size,
         vision_feature_select_strategy=config.vision_feature_select_strategy,
-        num_additional_image_tokens=int(config.vision_feature_select_strategy == "default"),
+        num_additional_image_tokens=1 if has_cls_token else 0,
         image_token="<image>",
         chat_template=chat_template(tokenizer, "<image>"),
     )
@@ -146,7 +159,10 @@ def write_folder(config: NormLlavaConfig, folder: Path) -> None:
 def make_model(
     config: NormLlavaConfig, dtype: torch.dtype, attention: str, device: torch.device
 ) -> NormLlavaForConditionalGeneration:
-    """A NormLlava with random weights, made on the device. `attention` is the decoder's implementation."""
+    """A NormLlava with random weights, made on the device.
+
+    `attention` names the decoder's implementation of attention, such as "varlen". The encoder's is always sdpa.
+    """
     torch.manual_seed(0)
     implementation = {"text_config": attention, "vision_config": "sdpa"}
     with device:
@@ -171,18 +187,21 @@ def make_plain_llava(config: NormLlavaConfig, dtype: torch.dtype, device: torch.
 def quantize(model: NormLlavaForConditionalGeneration, quantization: BitsAndBytesConfig, device: torch.device) -> None:
     """Replace the language model's linear layers by 4-bit ones with random weights.
 
-    The layers are those that loading a checkpoint with this `quantization` gives.
+    The same layers are replaced as when a checkpoint is loaded with this `quantization`.
     """
     import bitsandbytes
 
     quantizer = AutoHfQuantizer.from_config(quantization)
-    quantizer.preprocess_model(model, device_map={"": device})  # the new layers have no data yet
-    for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            weight = 0.02 * torch.randn(module.out_features, module.in_features, device=device, dtype=model.dtype)
-            quantized: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **module.weight.__dict__)
-            module.weight = quantized.to(device)
-            if module.bias is not None:
-                module.bias = nn.Parameter(torch.zeros(module.out_features, device=device, dtype=model.dtype))
+    # This replaces the layers. The weights of the new layers hold their options, such as the 4-bit type, but no data.
+    quantizer.preprocess_model(model, device_map={"": device})
+    for layer in model.modules():
+        if not isinstance(layer, bitsandbytes.nn.Linear4bit):
+            continue
+        weight = 0.02 * torch.randn(layer.out_features, layer.in_features, device=device, dtype=model.dtype)
+        weight_options = layer.weight.__dict__
+        quantized: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **weight_options)
+        layer.weight = quantized.to(device)  # is quantized as it moves to the device
+        if layer.bias is not None:
+            layer.bias = nn.Parameter(torch.zeros(layer.out_features, device=device, dtype=model.dtype))
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer

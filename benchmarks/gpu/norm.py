@@ -1,9 +1,8 @@
-"""Measures the time of a LayerNorm with global weight compensation (GWC) beside `nn.LayerNorm`, and its errors.
+"""Compares a LayerNorm with global weight compensation (GWC) with `nn.LayerNorm`: its time, and its errors.
 
     python -m benchmarks.gpu.norm --output benchmarks/results/norm_cpu.json
 
-This command makes the figures of a CPU. `python -m benchmarks.gpu` makes those of a GPU. There many passes are queued,
-and each is so large that it takes longer than starting its kernels.
+This command measures on a CPU. For a GPU, `python -m benchmarks.gpu` measures the arms that this file lists.
 """
 
 import argparse
@@ -11,7 +10,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,17 @@ from modeling_normllava import GlobalWeightCompensatedLayerNorm
 from modeling_normllava.modeling_normllava import MIN_MEAN_GAIN
 
 
-NUM_TOKENS = 8 * 729  # eight pictures of SigLIP-SO400M-patch14-384
+TOKENS_PER_PICTURE = 729  # SigLIP-SO400M-patch14-384
 HIDDEN_SIZE = 3584  # Qwen2.5-7B
-# 64 pictures. With eight, a GPU's kernels end before Python has started the next ones, and Python's time is measured.
-NUM_TOKENS_ON_GPU = 8 * NUM_TOKENS
-# The mean gain: Qwen2.5-7B's T, the mean norm of its text embeddings (Table 1), over the root of the width.
+NUM_TOKENS = 8 * TOKENS_PER_PICTURE
+# On a GPU, the kernels of only eight pictures would end before Python has started the next ones, and so Python's time
+# would be measured.
+NUM_TOKENS_ON_GPU = 64 * TOKENS_PER_PICTURE
+# The mean gain of the norms. With this gain, a LayerNorm's outputs have the L2 norm T = 0.80, the mean norm of
+# Qwen2.5-7B's text embeddings (arXiv 2512.08374, Table 1).
 GAIN = 0.80 / HIDDEN_SIZE**0.5
-Norm = Callable[[torch.Tensor], torch.Tensor]
-
+# The standard deviation of the inputs. It isn't 1, so that the norm has something to normalise.
+INPUT_STD = 30
 
 KINDS: dict[str, type[nn.LayerNorm]] = {
     "LayerNorm": nn.LayerNorm,
@@ -41,24 +43,23 @@ KINDS: dict[str, type[nn.LayerNorm]] = {
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """Each kind of norm on states in float32, and on states in bfloat16 under autocast, as in training."""
+    """The arms of each kind of norm, on float32 inputs, then on bfloat16 inputs under autocast, as in training."""
     on_gpu = device.type == "cuda"
     num_tokens = NUM_TOKENS_ON_GPU if on_gpu else 64
     passes = 200 if on_gpu else 3
 
-    measured = []
-    for dtype in (torch.float32, torch.bfloat16):
-        dtype_name = str(dtype).removeprefix("torch.")
+    all_arms = []
+    for dtype_name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         settings = {"shape": [num_tokens, HIDDEN_SIZE], "dtype": dtype_name, "queued_passes": passes}
         for name in KINDS:
-            measure = partial(measure_norm, name, dtype, num_tokens, passes, device)
+            measure = partial(measure_norm, name, dtype, num_tokens=num_tokens, passes=passes, device=device)
             beside = None if name == "LayerNorm" else f"LayerNorm, {dtype_name}"
-            measured.append(Arm(f"{name}, {dtype_name}", measure, settings, beside))
-    return measured
+            all_arms.append(Arm(f"{name}, {dtype_name}", measure, settings, beside))
+    return all_arms
 
 
 def make_norm(kind: type[nn.LayerNorm], device: torch.device) -> Any:
-    """A norm whose gains are spread around `GAIN`, as after training."""
+    """A norm of this kind, whose gains are spread around `GAIN`, as after training."""
     torch.manual_seed(0)
     norm = kind(HIDDEN_SIZE, eps=1e-5)
     nn.init.normal_(norm.weight, mean=GAIN, std=0.3 * GAIN)
@@ -66,18 +67,21 @@ def make_norm(kind: type[nn.LayerNorm], device: torch.device) -> Any:
 
 
 def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, device: torch.device) -> Figures:
-    """The time of a forward and a backward pass, and the errors of the output and of the input's gradient."""
+    """The time of a forward and a backward pass, and the errors of the output and of the gradient of the inputs."""
     norm = make_norm(KINDS[name], device)
-    x = (30 * torch.randn(num_tokens, HIDDEN_SIZE, device=device)).to(dtype).requires_grad_()
+    float32_inputs = INPUT_STD * torch.randn(num_tokens, HIDDEN_SIZE, device=device)
+    inputs = float32_inputs.to(dtype).requires_grad_()
 
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        grad_output = torch.randn_like(norm(x))
-        time_passes(norm, x, grad_output, passes)  # a warm-up
-        seconds_per_pass = [time_passes(norm, x, grad_output, passes) / passes for _ in range(5)]
-        output = norm(x)
-        (gradient,) = torch.autograd.grad(output, x, grad_output)
+    is_bfloat16 = dtype == torch.bfloat16
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
+        grad_output = torch.randn_like(norm(inputs))
+        time_passes(norm, inputs, grad_output, passes)  # a warm-up
+        seconds_per_pass = [time_passes(norm, inputs, grad_output, passes) / passes for _ in range(5)]
+        output = norm(inputs)
+        (gradient,) = torch.autograd.grad(output, inputs, grad_output)
 
-    expected_output, expected_gradient = reference(norm, x, grad_output, compensated=name != "LayerNorm")
+    is_compensated = name == "GWC"
+    expected_output, expected_gradient = compute_in_float64(norm, inputs, grad_output, is_compensated)
     return {
         "microseconds": statistics.median(seconds_per_pass) * 1e6,
         "output_relative_error": relative_error(output, expected_output),
@@ -85,41 +89,43 @@ def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, de
     }
 
 
-def time_passes(norm: Any, x: torch.Tensor, grad_output: torch.Tensor, passes: int) -> float:
-    """The seconds of so many forward and backward passes, which are queued without waiting for any."""
-    stopwatch = Stopwatch(x.device)
+def time_passes(norm: Any, inputs: torch.Tensor, grad_output: torch.Tensor, passes: int) -> float:
+    """The seconds that `passes` forward and backward passes take in all. On a GPU they are queued without waiting."""
+    stopwatch = Stopwatch(inputs.device)
     stopwatch.mark()
     for _ in range(passes):
-        x.grad = None
+        inputs.grad = None
         norm.zero_grad()
-        norm(x).backward(grad_output)
+        norm(inputs).backward(grad_output)
     stopwatch.mark()
     return stopwatch.seconds()[0]
 
 
-def reference(
-    norm: Any, x: torch.Tensor, grad_output: torch.Tensor, compensated: bool
+def compute_in_float64(
+    norm: Any, inputs: torch.Tensor, grad_output: torch.Tensor, is_compensated: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the input's gradient, computed in float64.
+    """The reference: a norm's output and the gradient of its inputs, computed in float64 from the formula.
 
     Args:
         norm: The norm whose weights are taken.
-        x: Its input.
+        inputs: Its inputs.
         grad_output: The gradient of its output.
-        compensated: Whether to divide the normalised input's gradient by the mean gain, as in the paper's equations 22
-            to 26.
+        is_compensated: Whether to divide the gradient of the normalised inputs by the mean gain, as GWC does
+            (arXiv 2512.08374, equations 22 to 26).
     """
-    x = x.detach().double().requires_grad_()
+    inputs = inputs.detach().double().requires_grad_()
     weight = norm.weight.detach().double()
     bias = norm.bias.detach().double()
-    centred = x - x.mean(-1, keepdim=True)
-    x_hat = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    if compensated:
-        mean_gain = weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
-        x_hat.register_hook(lambda gradient: gradient / mean_gain)
 
-    output = x_hat * weight + bias
-    (gradient,) = torch.autograd.grad(output, x, grad_output.double())
+    centred = inputs - inputs.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    normalised = centred / (variance + norm.eps).sqrt()
+    if is_compensated:
+        mean_gain = weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
+        normalised.register_hook(lambda gradient: gradient / mean_gain)
+
+    output = normalised * weight + bias
+    (gradient,) = torch.autograd.grad(output, inputs, grad_output.double())
     return output.detach(), gradient
 
 
@@ -129,12 +135,13 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def float64_gradient_error() -> float:
-    """The relative error of the input's gradient that GWC computes in float64."""
+    """The relative error of GWC's gradient of the inputs, if GWC computes in float64 too. Measured on one picture."""
     norm = make_norm(GlobalWeightCompensatedLayerNorm, torch.device("cpu")).double()
-    x = (30 * torch.randn(729, HIDDEN_SIZE, dtype=torch.float64)).requires_grad_()
-    grad_output = torch.randn_like(x)
-    (actual,) = torch.autograd.grad(norm(x), x, grad_output)
-    _, expected = reference(norm, x, grad_output, compensated=True)
+    inputs = INPUT_STD * torch.randn(TOKENS_PER_PICTURE, HIDDEN_SIZE, dtype=torch.float64)
+    inputs.requires_grad_()
+    grad_output = torch.randn_like(inputs)
+    (actual,) = torch.autograd.grad(norm(inputs), inputs, grad_output)
+    _, expected = compute_in_float64(norm, inputs, grad_output, is_compensated=True)
     return relative_error(actual, expected)
 
 
@@ -146,10 +153,10 @@ def time_ratios(repeats: int) -> list[float]:
     device = torch.device("cpu")
     gwc = make_norm(GlobalWeightCompensatedLayerNorm, device)
     layer_norm = make_norm(nn.LayerNorm, device)
-    x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, requires_grad=True)
-    grad_output = torch.randn_like(x)
+    inputs = torch.randn(NUM_TOKENS, HIDDEN_SIZE, requires_grad=True)
+    grad_output = torch.randn_like(inputs)
     for norm in (gwc, layer_norm):  # a warm-up
-        time_passes(norm, x, grad_output, passes=3)
+        time_passes(norm, inputs, grad_output, passes=3)
 
     ratios = []
     for repeat in range(repeats):
@@ -157,7 +164,7 @@ def time_ratios(repeats: int) -> list[float]:
         order = [gwc, layer_norm]
         if repeat % 2 == 0:
             order.reverse()
-        seconds = {norm: time_passes(norm, x, grad_output, passes=1) for norm in order}
+        seconds = {norm: time_passes(norm, inputs, grad_output, passes=1) for norm in order}
         ratios.append(seconds[gwc] / seconds[layer_norm])
     return ratios
 
@@ -174,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure the norm on this CPU."""
     args = build_parser().parse_args(argv)
 
-    low, median, high = statistics.quantiles(time_ratios(args.repeats), n=4)
+    low, median, high = statistics.quantiles(time_ratios(args.repeats), n=4)  # the three quartiles
     result = {
         "gradient_relative_error_float64": float64_gradient_error(),
         "time_over_layernorm": {"median": median, "quartiles": [low, high], "n": args.repeats},
@@ -184,8 +191,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(args.output.read_text(encoding="utf-8"))
+    text = json.dumps(result, indent=1) + "\n"
+    args.output.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

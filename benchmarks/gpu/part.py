@@ -1,4 +1,7 @@
-"""Measures the arms of one part that have no line yet. `python -m benchmarks.gpu` starts this as a process."""
+"""Measures those arms of one part that have no line in the file of results yet.
+
+`python -m benchmarks.gpu` runs this as a process for each part.
+"""
 
 import argparse
 import logging
@@ -17,6 +20,71 @@ from training.run import describe_environment
 logger = logging.getLogger(__name__)
 
 PARTS = ("ceilings", "norm", "attention", "small", "large", "large_full", "large_4bit")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of an arm: its figures, or the error that ended it."""
+
+    figures: Figures | None = None
+    error: str | None = None
+
+
+def measure_part(
+    part: str,
+    device: torch.device,
+    results: Path,
+    folder: Path,
+    commit: str | None = None,
+    first_died: bool = False,
+) -> None:
+    """Measure the arms of a part in their order, and write a line after each with its figures or its error.
+
+    Args:
+        part: One of `PARTS`.
+        device: The device to measure on.
+        results: The file of results. Arms that have a line there are skipped.
+        folder: Folder for the rows, pictures and configs that the arms read.
+        commit: Commit of this code; by default git's.
+        first_died: Whether an earlier process died while it measured the first arm without a line. That arm then gets
+            a line that says so.
+
+    Raises:
+        RuntimeError: if an error has left the device unusable for this process. A new process can measure the arms
+            that are left.
+    """
+    environment = describe_environment(device.type, num_processes=1, resumed=False)
+    finished = {line.arm for line in read_lines(results) if line.part == part}
+    missing = [arm for arm in make_arms(part, device, folder) if arm.name not in finished]
+
+    def write_line(arm: Arm, outcome: Outcome) -> None:
+        line = Line(
+            part=part,
+            arm=arm.name,
+            device=environment.device,
+            commit=commit or environment.commit,
+            packages=environment.packages,
+            settings=arm.settings,
+            beside=arm.beside,
+            figures=outcome.figures,
+            error=outcome.error,
+        )
+        append_line(results, line)
+
+    if first_died and missing:
+        write_line(missing.pop(0), Outcome(error="It ended its process."))
+
+    for arm in missing:
+        logger.info("%s: %s ...", part, arm.name)
+        started = time.monotonic()
+        outcome = measure_arm(arm)
+        write_line(arm, outcome)
+
+        seconds = time.monotonic() - started
+        result = outcome.figures if outcome.error is None else outcome.error
+        logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, result)
+        if outcome.error is not None and device.type == "cuda":
+            torch.cuda.synchronize()  # raises again if the device itself has failed
 
 
 def make_arms(part: str, device: torch.device, folder: Path) -> list[Arm]:
@@ -49,68 +117,6 @@ def make_arms(part: str, device: torch.device, folder: Path) -> list[Arm]:
         return large.full_arms(device, folder)
     assert part == "large_4bit"
     return large.quantized_arms(device, folder)
-
-
-def measure_part(
-    part: str,
-    device: torch.device,
-    results: Path,
-    folder: Path,
-    commit: str | None = None,
-    first_died: bool = False,
-) -> None:
-    """Measure the arms of a part in their order, and write a line after each with its figures or its error.
-
-    Args:
-        part: One of `PARTS`.
-        device: The device to measure on.
-        results: The file of results. Arms that have a line there are skipped.
-        folder: Folder for the rows, pictures and configs that the arms read.
-        commit: Commit of this code; by default git's.
-        first_died: Whether the first arm without a line ended an earlier process. It gets a line that says so.
-
-    Raises:
-        RuntimeError: if an error has left the device unusable. Another process can go on with the next arm.
-    """
-    environment = describe_environment(device.type, num_processes=1, resumed=False)
-    finished = {line.arm for line in read_lines(results) if line.part == part}
-    missing = [arm for arm in make_arms(part, device, folder) if arm.name not in finished]
-
-    def write_line(arm: Arm, outcome: Outcome) -> None:
-        line = Line(
-            part=part,
-            arm=arm.name,
-            device=environment.device,
-            commit=commit or environment.commit,
-            packages=environment.packages,
-            settings=arm.settings,
-            beside=arm.beside,
-            figures=outcome.figures,
-            error=outcome.error,
-        )
-        append_line(results, line)
-
-    if first_died and missing:
-        write_line(missing.pop(0), Outcome(error="It ended its process."))
-
-    for arm in missing:
-        logger.info("%s: %s ...", part, arm.name)
-        started = time.monotonic()
-        outcome = measure_arm(arm)
-        write_line(arm, outcome)
-        seconds = time.monotonic() - started
-        logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, outcome.error or outcome.figures)
-
-        if outcome.error is not None and device.type == "cuda":
-            torch.cuda.synchronize()  # raises again if the device itself has failed
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of an arm: its figures, or the error that ended it."""
-
-    figures: Figures | None = None
-    error: str | None = None
 
 
 def measure_arm(arm: Arm) -> Outcome:

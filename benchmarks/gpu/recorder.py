@@ -1,4 +1,4 @@
-"""Records the inputs and the time of each training step, by hooks and callbacks that don't wait for the device."""
+"""Records the inputs and the time of each training step, by hooks and callbacks that don't wait for the GPU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from training.stages import base_model
 
 
 class TrainingMeasured(Exception):
-    """Raised to end a training when its steps are done, before the model is saved, which would take longer."""
+    """Raised to end a training after its last step, so that the model isn't saved, which takes long."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,11 @@ class Pass:
     """The inputs of one forward pass. Tensors stay on the device until the training is over."""
 
     step: int
+    """Number of the training step, from 0."""
     attention_mask: torch.Tensor | None
+    """Of padded rows; for a packed row it isn't read."""
     sample_bounds: torch.Tensor | None
-    """Where the samples of a packed row begin and end: 0, then the end of each sample. `None` for padded rows."""
+    """For a packed row, 0 and then the position at which each sample ends. `None` for padded rows."""
     num_images: int
     is_supervised: torch.Tensor
     """For each predicted token, whether the loss counts it."""
@@ -37,8 +39,8 @@ class Pass:
         assert self.attention_mask is not None
         return self.attention_mask.sum(1).tolist()
 
-    def computed_tokens(self) -> int:
-        """The number of tokens of all samples, padding included."""
+    def num_computed_tokens(self) -> int:
+        """The number of tokens of all samples, with padding."""
         if self.sample_bounds is not None:
             return int(self.sample_bounds[-1])
         assert self.attention_mask is not None
@@ -73,7 +75,7 @@ class StepRecorder(TrainerCallback):
         raise TrainingMeasured
 
     def watch(self, trained: Any, device: torch.device) -> None:
-        """Begin to record a model's passes, and the time of each in the decoder's layers."""
+        """Begin to record a model's passes, and how long each is in the decoder's layers."""
         self.trained = trained
         self.step_stopwatch = Stopwatch(device)
         self.layers_stopwatch = Stopwatch(device)
@@ -93,9 +95,11 @@ class StepRecorder(TrainerCallback):
 
     def record_pass(self, inputs: dict[str, Any]) -> None:
         """Record the inputs of a forward pass."""
+        # Our trainer passes the next tokens as `shift_labels`. Otherwise they are `labels` from the second on.
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = inputs["labels"][:, 1:]
+
         images = inputs.get("pixel_values")
         self.passes.append(
             Pass(
@@ -107,8 +111,8 @@ class StepRecorder(TrainerCallback):
             )
         )
 
-    # Each pass marks four moments: it enters the first layer, it leaves the last layer, and on the way back its
-    # gradient enters the last layer and leaves the first one.
+    # These hooks mark four moments of each pass, in this order: it enters the first layer, it leaves the last layer,
+    # and in the backward pass the gradient enters the last layer and leaves the first layer.
     def _enter_layers(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self.layers_stopwatch.mark()
         inputs["inputs_embeds"].register_hook(self._mark_gradient)
@@ -127,18 +131,20 @@ class StepRecorder(TrainerCallback):
         """
         step_seconds = self.step_stopwatch.seconds()[self.warmup :]
         seconds = sum(step_seconds)
-        passes = [forward for forward in self.passes if forward.step >= self.warmup]
-        lengths: list[int] = []
-        for forward in passes:
-            lengths += forward.lengths()
-        work = Work(
-            lengths=lengths,
-            num_images=sum(forward.num_images for forward in passes),
-            num_supervised=sum(int(forward.is_supervised.sum()) for forward in passes),
-        )
-        computed_tokens = sum(forward.computed_tokens() for forward in passes)
-        flops = model_flops(self.trained, work)
         layers_seconds = self._layers_seconds()
+
+        passes = [forward_pass for forward_pass in self.passes if forward_pass.step >= self.warmup]
+        lengths: list[int] = []
+        num_images = 0
+        num_supervised = 0
+        num_computed_tokens = 0
+        for forward_pass in passes:
+            lengths += forward_pass.lengths()
+            num_images += forward_pass.num_images
+            num_supervised += int(forward_pass.is_supervised.sum())
+            num_computed_tokens += forward_pass.num_computed_tokens()
+        work = Work(lengths, num_images, num_supervised)
+        flops = model_flops(self.trained, work)
 
         return {
             "tokens_per_second": work.num_tokens / seconds,
@@ -151,7 +157,7 @@ class StepRecorder(TrainerCallback):
             "layers_share_of_peak": flops.layers / layers_seconds / PEAK_FLOPS,
             "tokens_per_step": work.num_tokens / len(step_seconds),
             "passes_per_step": len(passes) / len(step_seconds),
-            "padding_share": 1 - work.num_tokens / computed_tokens,
+            "padding_share": 1 - work.num_tokens / num_computed_tokens,
             "peak_memory_gib": peak_memory_gib(),
         }
 
@@ -159,12 +165,15 @@ class StepRecorder(TrainerCallback):
         """The seconds that the measured passes spent in the decoder's layers, forward and backward."""
         intervals = self.layers_stopwatch.seconds()
         total = 0.0
-        for number, forward in enumerate(self.passes):
-            if forward.step < self.warmup:
+        for number, forward_pass in enumerate(self.passes):
+            if forward_pass.step < self.warmup:
                 continue
-            # Of the intervals between a pass's four marks, the first is the forward and the third the backward time.
+            # A pass has four marks, and so four intervals up to the first mark of the next pass. The first is its
+            # forward time, and the third its backward time.
             first = 4 * number
-            total += intervals[first] + intervals[first + 2]
+            forward_seconds = intervals[first]
+            backward_seconds = intervals[first + 2]
+            total += forward_seconds + backward_seconds
         return total
 
 

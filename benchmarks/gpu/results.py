@@ -31,6 +31,7 @@ class Line:
     device: str
     """Name of the GPU, or the kind of CPU."""
     commit: str | None
+    """Commit of this code; `None` if it is unknown."""
     packages: dict[str, str]
     settings: dict[str, Any]
     beside: str | None = None
@@ -46,12 +47,13 @@ def append_line(path: Path, line: Line) -> None:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines of the file; none if there is no file yet. A last line that was cut off is left out."""
+    """All lines of the file; none if there is no file yet. If the last line was cut off, it is left out."""
     if not path.exists():
         return []
 
     lines = []
     for text in path.read_text(encoding="utf-8").split("\n"):
-        if text.endswith("}"):
+        is_whole = text.endswith("}")
+        if is_whole:
             lines.append(Line(**json.loads(text)))
     return lines

@@ -4,9 +4,9 @@ There are two files of rows:
 - captions: a picture and a caption;
 - conversations: a question and an answer, in nine rows of ten about a picture.
 
-Texts have random lengths from a log-normal distribution, so that a few are many times as long as most, as in
-LLaVA-NeXT's mixture. The lengths are guesses, not measured on any data. A text is random letters, each of which is a
-token (see `byte_tokenizer`).
+The lengths of texts are drawn from a log-normal distribution: a few texts are many times as long as most, as in
+LLaVA-NeXT's mixture. The parameters are guesses, not measured on any data. A text is random letters, and each letter
+is a token (see `byte_tokenizer` in models.py).
 """
 
 import json
@@ -25,15 +25,18 @@ LETTERS = np.array(list(string.ascii_lowercase + " "))
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of texts, in tokens. `question`, `answer` and `caption` are medians."""
+    """The distributions of the lengths of texts, in tokens."""
 
     question: int
+    """Median length of a question."""
     answer: int
+    """Median length of an answer."""
     caption: int
+    """Median length of a caption."""
     spread: float
-    """Sigma of the log-normal distribution."""
+    """Sigma of the log-normal distributions."""
     longest: int
-    """The length at which longer draws are cut."""
+    """Longer draws are cut to this length."""
 
 
 # Around 70 tokens a conversation with the template and 36 image tokens.
@@ -59,14 +62,15 @@ def write_rows(folder: Path, num_rows: int, picture_size: int, lengths: Lengths)
         question = random_text(rng, lengths.question, lengths)
         answer = random_text(rng, lengths.answer, lengths)
         has_picture = number % 10 != 9  # nine of ten
-        conversations.append(make_row(name if has_picture else None, question, answer))
+        picture = name if has_picture else None
+        conversations.append(make_row(picture, question, answer))
 
     (folder / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
     (folder / "conversations.json").write_text(json.dumps(conversations), encoding="utf-8")
 
 
 def make_row(picture: str | None, question: str, answer: str) -> dict[str, Any]:
-    """A row in LLaVA's layout."""
+    """A row in LLaVA's layout. `picture` is the name of the picture's file, `None` if there is no picture."""
     if picture is not None:
         question = f"<image>\n{question}"
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
@@ -77,7 +81,7 @@ def make_row(picture: str | None, question: str, answer: str) -> dict[str, Any]:
 
 
 def random_text(rng: np.random.Generator, median: int, lengths: Lengths) -> str:
-    """Random letters and spaces, their number drawn from a log-normal distribution."""
+    """Random letters and spaces, their number drawn from a log-normal distribution with this median."""
     drawn = rng.lognormal(np.log(median), lengths.spread)
     count = int(np.clip(drawn, 1, lengths.longest))
     # A letter stands at each end, as spaces there would be stripped.
@@ -86,6 +90,7 @@ def random_text(rng: np.random.Generator, median: int, lengths: Lengths) -> str:
 
 def make_picture(rng: np.random.Generator, size: int) -> Image.Image:
     """A picture of random colours in cells of 4 x 4 pixels, so that its PNG is about as large as a photograph's."""
-    cells = math.ceil(size / 4)
-    pixels = rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
-    return Image.fromarray(pixels.repeat(4, axis=0).repeat(4, axis=1)[:size, :size])
+    num_cells = math.ceil(size / 4)
+    colours = rng.integers(0, 256, (num_cells, num_cells, 3), dtype=np.uint8)
+    pixels = colours.repeat(4, axis=0).repeat(4, axis=1)  # [4 * num_cells, 4 * num_cells, 3]
+    return Image.fromarray(pixels[:size, :size])

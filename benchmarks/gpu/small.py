@@ -1,7 +1,7 @@
-"""The arms with the emoji example's model of 135 million weights: TRL's trainer, and ours with more and more changes.
+"""The arms with the emoji example's model of 135 million weights: TRL's trainer, our command, and a bare loop.
 
-Each arm takes 20 steps of 64 rows. With so small a model a large GPU mostly waits for pictures and for kernels to
-start.
+Our command is measured with its defaults, then with one more option in each arm. An arm takes 20 steps of 64 rows.
+With so small a model, a large GPU mostly waits for pictures and for kernels to start.
 """
 
 from dataclasses import replace
@@ -15,34 +15,37 @@ from benchmarks.gpu.rows import EMOJI_LIKE, TINY, write_rows
 from benchmarks.gpu.trainers import Training, Workplace, training_arm
 
 
+NUM_STEPS = 20
 PACKED_LENGTH = 16384  # tokens; all rows of a step fit into one packed row
 
 
 def arms(device: torch.device, folder: Path) -> list[Arm]:
-    """Write the rows and the config, and return the arms: stage 2 from the defaults to the fastest, then stage 1."""
+    """Write what the arms read, and return the arms: stage 2 from the defaults to the fastest, then stage 1."""
     on_gpu = device.type == "cuda"
     place = make_workplace(device, folder)
 
-    # Each training changes one thing of an earlier one.
-    trl = Training("TRL", "instruct", steps=20 if on_gpu else 3, warmup=3 if on_gpu else 1)
+    num_steps = NUM_STEPS if on_gpu else 3
+    warmup = 3 if on_gpu else 1
+    trl = Training("TRL", "instruct", steps=num_steps, warmup=warmup)
     trl_at_best = replace(trl, cudnn=False, workers=True, checkpointing=False)
-    as_it_is = replace(trl, trainer="ours")
-    no_cudnn = replace(as_it_is, cudnn=False)
-    workers = replace(no_cudnn, workers=True)
-    padded = replace(workers, checkpointing=False)
+    ours = replace(trl, trainer="ours")
+    without_cudnn = replace(ours, cudnn=False)
+    with_workers = replace(without_cudnn, workers=True)
+    padded = replace(with_workers, checkpointing=False)
     padded_compiled = replace(padded, compiled=True)
     packed_by_mask = replace(padded, packed_length=PACKED_LENGTH)
     packed = replace(packed_by_mask, attention="varlen")
     packed_compiled = replace(packed, compiled=True)
     bare = replace(packed_compiled, trainer="bare")
 
-    # The last arm takes longest to compile. Each has its name, its training, and the arm that it is compared with.
+    # The name of an arm, its training, and the name of the arm that it is compared with. In names, "as it is" means
+    # with default options, and "+" adds options to those of an earlier arm. The last arm takes longest to compile.
     named_trainings = [
         ("stage 2: TRL as it is", trl, None),
         ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_at_best, "stage 2: TRL as it is"),
-        ("stage 2: ours as it is", as_it_is, "stage 2: TRL as it is"),
-        ("stage 2: + no cuDNN", no_cudnn, "stage 2: ours as it is"),
-        ("stage 2: + workers", workers, "stage 2: + no cuDNN"),
+        ("stage 2: ours as it is", ours, "stage 2: TRL as it is"),
+        ("stage 2: + no cuDNN", without_cudnn, "stage 2: ours as it is"),
+        ("stage 2: + workers", with_workers, "stage 2: + no cuDNN"),
         ("stage 2: + no checkpointing", padded, "stage 2: + workers"),
         ("stage 2: + packed, varlen", packed, "stage 2: + no checkpointing"),
         ("stage 2: packed by sdpa's mask", packed_by_mask, "stage 2: + no checkpointing"),
@@ -59,7 +62,7 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def make_workplace(device: torch.device, folder: Path) -> Workplace:
-    """Write the rows, the config and the processor that all arms read."""
+    """Write the rows, the config and the processor that all arms read. Returns where they are, and the sizes."""
     on_gpu = device.type == "cuda"
     config = small_config(tiny=not on_gpu)
     place = Workplace(
@@ -72,6 +75,7 @@ def make_workplace(device: torch.device, folder: Path) -> Workplace:
         compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")
-    num_rows = 20 * place.rows_per_step
-    write_rows(folder, num_rows, config.vision_config.image_size, EMOJI_LIKE if on_gpu else TINY)
+    num_rows = NUM_STEPS * place.rows_per_step
+    lengths = EMOJI_LIKE if on_gpu else TINY
+    write_rows(folder, num_rows, config.vision_config.image_size, lengths)
     return place

@@ -1,6 +1,7 @@
-"""The clock of all figures. On a GPU it uses the GPU's clock and reads it at the end, so that nothing has to wait."""
+"""The clock behind all figures. On a GPU it uses the GPU's clock, and reads it only at the end, so nothing waits."""
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import torch
 class Stopwatch:
     """Marks moments in the device's work.
 
-    On a GPU a mark is a CUDA event, which happens when the work queued before it is done. On a CPU it is the time.
+    On a GPU a mark is a CUDA event, which happens when the work queued before it is done. On a CPU a mark is the time
+    in seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,9 +30,9 @@ class Stopwatch:
 
     def seconds(self) -> list[float]:
         """Seconds from each mark to the next."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
         if not self._on_gpu:
-            return [after - before for before, after in pairs]
+            return [after - before for before, after in pairwise(self._marks)]
 
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in pairs]
+        # `elapsed_time` is in milliseconds.
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._marks)]

@@ -1,134 +1,171 @@
-"""Renders a file of results as Markdown: a table for each part, with a row for each arm."""
+"""Renders a file of results as Markdown: a table for each device and part, with a row for each arm."""
 
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from benchmarks.gpu.results import Line, read_lines
+from benchmarks.gpu.results import Figures, Line, read_lines
 
 
-# The heading, the name of the figure, the factor that it is multiplied by, and its format.
-Column = tuple[str, str, float, str]
-TRAINING: list[Column] = [
-    ("tokens/s", "tokens_per_second", 1, ",.0f"),
-    ("s a step", "seconds_per_step", 1, ".3f"),
-    ("% of 989 TFLOP/s", "share_of_peak", 100, ".1f"),
-    ("% of the best matrix product", "share_of_product", 100, ".1f"),
-    ("layers: % of 989", "layers_share_of_peak", 100, ".1f"),
-    ("layers: % of the best matrix product", "layers_share_of_product", 100, ".1f"),
-    ("loss", "loss", 1, ".4f"),
-    ("padding %", "padding_share", 100, ".0f"),
-    ("GiB", "peak_memory_gib", 1, ".2f"),
+class Column(NamedTuple):
+    """A column of a table."""
+
+    heading: str
+    figure: str
+    """The name of the figure that the column shows."""
+    number_format: str
+    factor: float = 1
+    """The figure is multiplied by this, for example by 100 to show percent."""
+
+
+class Comparison(NamedTuple):
+    """A column that compares an arm with the arm that its line names as `beside`."""
+
+    heading: str
+    figure: str
+    """The name of the figure whose ratio the column shows."""
+
+
+TRAINING_COLUMNS = [
+    Column("tokens/s", "tokens_per_second", ",.0f"),
+    Column("s a step", "seconds_per_step", ".3f"),
+    Column("% of 989 TFLOP/s", "share_of_peak", ".1f", factor=100),
+    Column("% of the best matrix product", "share_of_product", ".1f", factor=100),
+    Column("layers: % of 989", "layers_share_of_peak", ".1f", factor=100),
+    Column("layers: % of the best matrix product", "layers_share_of_product", ".1f", factor=100),
+    Column("loss", "loss", ".4f"),
+    Column("padding %", "padding_share", ".0f", factor=100),
+    Column("GiB", "peak_memory_gib", ".2f"),
 ]
-COLUMNS: dict[str, list[Column]] = {
+# By part.
+COLUMNS = {
     "ceilings": [
-        ("best TFLOP/s", "best_tflops", 1, ".0f"),
-        ("median TFLOP/s", "median_tflops", 1, ".0f"),
-        ("TB/s", "median_tb_per_second", 1, ".2f"),
+        Column("best TFLOP/s", "best_tflops", ".0f"),
+        Column("median TFLOP/s", "median_tflops", ".0f"),
+        Column("TB/s", "median_tb_per_second", ".2f"),
     ],
     "norm": [
-        ("µs", "microseconds", 1, ".1f"),
-        ("error of the output", "output_relative_error", 1, ".1e"),
-        ("error of the gradient", "gradient_relative_error", 1, ".1e"),
+        Column("µs", "microseconds", ".1f"),
+        Column("error of the output", "output_relative_error", ".1e"),
+        Column("error of the gradient", "gradient_relative_error", ".1e"),
     ],
     "attention": [
-        ("ms", "milliseconds", 1, ".2f"),
-        ("error of the output", "output_relative_error", 1, ".1e"),
-        ("of the query's gradient", "query_relative_error", 1, ".1e"),
-        ("of the key's", "key_relative_error", 1, ".1e"),
-        ("of the value's", "value_relative_error", 1, ".1e"),
-        ("first call, ms", "first_call_ms", 1, ".1f"),
-        ("slowest first call, ms", "slowest_first_call_ms", 1, ".1f"),
-        ("second call, ms", "second_call_ms", 1, ".1f"),
+        Column("ms", "milliseconds", ".2f"),
+        Column("error of the output", "output_relative_error", ".1e"),
+        Column("of the query's gradient", "query_relative_error", ".1e"),
+        Column("of the key's", "key_relative_error", ".1e"),
+        Column("of the value's", "value_relative_error", ".1e"),
+        Column("first call, ms", "first_call_ms", ".1f"),
+        Column("slowest first call, ms", "slowest_first_call_ms", ".1f"),
+        Column("second call, ms", "second_call_ms", ".1f"),
     ],
-    "small": TRAINING,
-    "large": TRAINING,
-    "large_full": TRAINING,
-    "large_4bit": TRAINING,
+    "small": TRAINING_COLUMNS,
+    "large": TRAINING_COLUMNS,
+    "large_full": TRAINING_COLUMNS,
+    "large_4bit": TRAINING_COLUMNS,
 }
-# By part: the heading of the column that compares an arm with the arm that its line names as `beside`, and the figure
-# whose ratio the column shows.
-COMPARED = {
-    "norm": ("time over", "microseconds"),
-    "attention": ("time over", "milliseconds"),
-    "small": ("tokens/s over", "tokens_per_second"),
-    "large": ("tokens/s over", "tokens_per_second"),
-    "large_full": ("tokens/s over", "tokens_per_second"),
-    "large_4bit": ("tokens/s over", "tokens_per_second"),
+TRAINING_COMPARISON = Comparison("tokens/s over", "tokens_per_second")
+# By part. A part without an entry compares nothing.
+COMPARISONS = {
+    "norm": Comparison("time over", "microseconds"),
+    "attention": Comparison("time over", "milliseconds"),
+    "small": TRAINING_COMPARISON,
+    "large": TRAINING_COMPARISON,
+    "large_full": TRAINING_COMPARISON,
+    "large_4bit": TRAINING_COMPARISON,
 }
 
 
 def render(path: Path) -> str:
     """The tables of all lines in a file, one for each device and part."""
     lines = read_lines(path)
+    devices = dict.fromkeys(line.device for line in lines)  # each once, in the file's order
     tables = []
-    for device in dict.fromkeys(line.device for line in lines):
+    for device in devices:
         device_lines = [line for line in lines if line.device == device]
-        product = best_product(device_lines)
-        for part in dict.fromkeys(line.part for line in device_lines):
+        fastest_product = find_fastest_product(device_lines)
+        parts = dict.fromkeys(line.part for line in device_lines)
+        for part in parts:
             part_lines = [line for line in device_lines if line.part == part]
-            tables.append(f"{part}, {device}\n\n{render_part(part, part_lines, product)}")
+            table = render_part(part, part_lines, fastest_product)
+            tables.append(f"{part}, {device}\n\n{table}")
     return "\n".join(tables)
 
 
-def best_product(lines: list[Line]) -> float | None:
-    """The FLOP/s of the fastest matrix product that was measured; `None` if none was."""
+def find_fastest_product(lines: list[Line]) -> float | None:
+    """The FLOP/s of the fastest matrix product that was measured; `None` if no product was measured."""
     teraflops = []
     for line in lines:
         if line.figures is not None and "best_tflops" in line.figures:
             teraflops.append(line.figures["best_tflops"])
-    return max(teraflops) * 1e12 if teraflops else None
+    if not teraflops:
+        return None
+    return max(teraflops) * 1e12
 
 
-def render_part(part: str, lines: list[Line], product: float | None) -> str:
-    """The table of a part."""
+def render_part(part: str, lines: list[Line], fastest_product: float | None) -> str:
+    """The table of a part. `fastest_product` is in FLOP/s."""
     columns = COLUMNS[part]
-    header = ["", *(heading for heading, *_ in columns)]
+    comparison = COMPARISONS.get(part)
+    header = ["", *[column.heading for column in columns]]
     alignment = ["---", *["---:"] * len(columns)]
-    if part in COMPARED:
-        header += [COMPARED[part][0], ""]
+    if comparison is not None:
+        header += [comparison.heading, ""]  # the ratio, and the name of the other arm
         alignment += ["---:", "---"]
     rows = [header, alignment]
 
-    figures = {line.arm: with_product(line.figures, product) for line in lines if line.figures is not None}
+    figures: dict[str, Figures] = {}  # by arm
+    for line in lines:
+        if line.figures is not None:
+            figures[line.arm] = add_shares_of_product(line.figures, fastest_product)
+
     for line in lines:
         if line.error is not None:
             rows.append([line.arm, render_error(line.error)])
             continue
         cells = [render_cell(figures[line.arm], column) for column in columns]
-        if part in COMPARED:
-            _, compared_figure = COMPARED[part]
-            cells += render_comparison(line, figures, compared_figure)
+        if comparison is not None:
+            cells += render_comparison(line, figures, comparison.figure)
         rows.append([line.arm, *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def with_product(figures: dict[str, Any], product: float | None) -> dict[str, Any]:
-    """The figures of a training with its speed as a share of the fastest matrix product, if one was measured."""
-    if product is None or "model_flops_per_second" not in figures:
+def add_shares_of_product(figures: Figures, fastest_product: float | None) -> Figures:
+    """The figures, and for a training its speed as a share of the fastest matrix product, if one was measured."""
+    is_training = "model_flops_per_second" in figures
+    if fastest_product is None or not is_training:
         return figures
     return figures | {
-        "share_of_product": figures["model_flops_per_second"] / product,
-        "layers_share_of_product": figures["layers_flops_per_second"] / product,
+        "share_of_product": figures["model_flops_per_second"] / fastest_product,
+        "layers_share_of_product": figures["layers_flops_per_second"] / fastest_product,
     }
 
 
 def render_error(error: str) -> str:
-    """The beginning of an error's first line, without bars, which would end the cell."""
+    """The beginning of an error's first line. Bars are replaced, as they would end the table's cell."""
     first_line = error.partition("\n")[0]
     return first_line[:150].replace("|", "/")
 
 
-def render_cell(figures: dict[str, Any], column: Column) -> str:
-    """A figure as text; an empty text if the arm doesn't have this figure."""
-    _, name, factor, number_format = column
-    if name not in figures:
+def render_cell(figures: Figures, column: Column) -> str:
+    """A column's figure of an arm as text; an empty text if the arm doesn't have this figure."""
+    if column.figure not in figures:
         return ""
-    return format(figures[name] * factor, number_format)
+    return format(figures[column.figure] * column.factor, column.number_format)
 
 
-def render_comparison(line: Line, figures: dict[str, dict[str, Any]], name: str) -> list[str]:
-    """The ratio of an arm's figure to that of the arm that it is compared with, and that arm's name."""
-    if line.beside is None or line.beside not in figures:
+def render_comparison(line: Line, figures: dict[str, Figures], name: str) -> list[str]:
+    """Two cells: the ratio of an arm's figure to that of the arm that it is compared with, and that arm's name.
+
+    Args:
+        line: The arm's line.
+        figures: The figures of all arms, by the arm's name.
+        name: The name of the figure.
+
+    Returns:
+        Empty cells if the arm isn't compared with another, or if the other one has no figures.
+    """
+    other_arm = line.beside
+    if other_arm is None or other_arm not in figures:
         return ["", ""]
-    ratio = figures[line.arm][name] / figures[line.beside][name]
-    return [f"{ratio:.2f}", line.beside]
+    ratio = figures[line.arm][name] / figures[other_arm][name]
+    return [f"{ratio:.2f}", other_arm]

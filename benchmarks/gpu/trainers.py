@@ -1,4 +1,4 @@
-"""Measures an arm of training: our command, TRL's trainer, or a loop of plain PyTorch, on the same rows."""
+"""Measures the arms that train, on the same rows: our command, TRL's trainer, or a loop of plain PyTorch."""
 
 import gc
 import json
@@ -25,9 +25,11 @@ from training import sft
 from training.arguments import RunArguments, TrainingConfig
 
 
+# The file of rows of each stage.
 ROWS = {"align": "captions.json", "instruct": "conversations.json", "adapt": "conversations.json"}
 LORA = {"lora_r": 64, "lora_alpha": 16}
-# LLaVA's format of stage 1: the picture, then the caption. For TRL, in whose messages every content is a list.
+# LLaVA's format of stage 1 as a chat template for TRL: the picture, then the caption and a line break. The content of
+# a message is a list of parts here.
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
     {%- if message["role"] == "assistant" -%}
@@ -55,8 +57,9 @@ class Workplace:
     rows_per_pass: int
     """Number of padded rows in a forward pass. Packed rows are passed one at a time."""
     workers: int
-    """Number of the data loader's workers, in arms that have workers."""
+    """Number of the data loader's workers, in arms that use workers."""
     compile_backend: str
+    """Backend of `torch.compile`, in arms with compiled layers."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,21 @@ class Training:
     """The options of an arm: which trainer trains which stage, and how."""
 
     trainer: Literal["ours", "TRL", "bare"]
+    """Our command, TRL's trainer, or the loop of plain PyTorch."""
     stage: Literal["align", "instruct", "adapt"]
     steps: int
+    """Number of all steps, those of the warm-up included."""
     warmup: int
+    """Number of steps at the beginning that are not measured."""
     packed_length: int | None = None
+    """The most tokens of a packed row; `None` pads rows instead."""
     attention: str = "sdpa"
     checkpointing: bool = True
     """Gradient checkpointing; TRL's default."""
     workers: bool = False
+    """Whether workers of the data loader read the rows."""
     compiled: bool = False
+    """Whether our command compiles the decoder's layers. The bare loop always does."""
     cudnn: bool = True
     """Whether sdpa may use cuDNN. By default torch uses it on these GPUs."""
     optimizer: str = "adamw_torch_fused"
@@ -81,8 +90,8 @@ class Training:
 
 
 def training_arm(name: str, training: Training, place: Workplace, beside: str | None = None) -> Arm:
-    """The arm of a training."""
-    # `workers` is a number here, and not whether there are any as in `Training`.
+    """The arm of a training. `beside` is the name of the arm that it is compared with."""
+    # The settings hold the number of workers, not whether workers are used, as `Training` does.
     settings = vars(training) | {
         "rows_per_step": place.rows_per_step,
         "rows_per_pass": None if training.packed_length else place.rows_per_pass,
@@ -94,9 +103,10 @@ def training_arm(name: str, training: Training, place: Workplace, beside: str | 
 def measure_training(training: Training, place: Workplace) -> Figures:
     """Train, and return the figures that the recorder made."""
     clean_up()
-    recorder = StepRecorder(training.warmup)
     if training.trainer == "bare":
-        recorder = BareLoop(training.warmup, place.compile_backend)
+        recorder: StepRecorder = BareLoop(training.warmup, place.compile_backend)
+    else:
+        recorder = StepRecorder(training.warmup)
 
     # Our command makes its own trainer, so the recorder becomes a default callback of all trainers.
     transformers.trainer.DEFAULT_CALLBACKS.append(recorder)
@@ -114,15 +124,15 @@ def measure_training(training: Training, place: Workplace) -> Figures:
 
 
 def clean_up() -> None:
-    """Free the earlier arm's trainer, which refers to itself, and its compiled graphs, whose number is limited."""
-    gc.collect()
+    """Free what is left of the arm before: its trainer, and its compiled graphs, whose number is limited."""
+    gc.collect()  # a trainer refers to itself, so only this frees it
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def common_fields(training: Training, place: Workplace) -> dict[str, Any]:
-    """The fields that TRL's trainer and ours have in common."""
+    """The fields of the config that TRL's trainer and ours have in common."""
     on_gpu = place.device.type == "cuda"
     return {
         "output_dir": str(place.folder / "run"),
@@ -145,7 +155,10 @@ def common_fields(training: Training, place: Workplace) -> dict[str, Any]:
 
 
 def train_ours(training: Training, place: Workplace) -> None:
-    """Train by our command, in this process, on a model that is made on the device."""
+    """Train by our command, in this process, on a model with random weights.
+
+    The bare loop is started so too: as a callback of our trainer it takes the trainer's model and batches.
+    """
     fields = {
         **common_fields(training, place),
         "stage": training.stage,
@@ -180,7 +193,7 @@ def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
             from training.adapters import quantization_config
 
             quantize(model, quantization_config(dtype), args.device)
-        model.get_input_embeddings().padding_idx = None  # as training/loading.py does
+        model.get_input_embeddings().padding_idx = None  # so that all embeddings are trained, as by our command
         reset_peak_memory()
         return model
 
@@ -193,7 +206,7 @@ def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
 
 
 def reset_peak_memory() -> None:
-    """Measure the peak of memory from here on. Making a model takes more memory than keeping it."""
+    """Measure the peak of memory from here on. What making the model took at its peak doesn't count."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -202,17 +215,19 @@ def reset_peak_memory() -> None:
 def train_trl(training: Training, place: Workplace) -> None:
     """Train plain Llava on padded rows with TRL's trainer, as TRL's documentation does for pictures."""
     lora = None
-    dtype = torch.float32
     if training.stage == "adapt":
         lora = LoraConfig(
             r=LORA["lora_r"],
             lora_alpha=LORA["lora_alpha"],
+            # All linear layers of the decoder, such as model.language_model.layers.0.self_attn.q_proj.
             target_modules=r"model\.language_model\.layers\..*\.(q|k|v|o|gate|up|down)_proj",
             modules_to_save=["multi_modal_projector"],
             task_type="CAUSAL_LM",
         )
-        dtype = torch.bfloat16 if place.device.type == "cuda" else torch.float32
 
+    # With LoRA on a GPU, the frozen weights are bfloat16, as with our command.
+    is_bfloat16 = lora is not None and place.device.type == "cuda"
+    dtype = torch.bfloat16 if is_bfloat16 else torch.float32
     model = make_plain_llava(place.config, dtype, place.device)
     reset_peak_memory()
     processor = AutoProcessor.from_pretrained(place.folder / "model")

@@ -1,4 +1,7 @@
-"""Functions that the task files here name: they read and score a row of the digits or the emoji, in LLaVA's layout."""
+"""The functions that the task files in this folder name. Each is given a row of the digits or the emoji.
+
+The rows are in LLaVA's layout.
+"""
 
 from pathlib import Path
 from typing import Any

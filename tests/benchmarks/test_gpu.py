@@ -23,11 +23,12 @@ from training.stages import LearningRates, Stage, prepare_stage
 
 
 CPU = torch.device("cpu")
+# Functions that make a config, by whether the encoder has a CLS token: DINOv2 has one, SigLIP has none.
 CONFIGS = {"CLS token": small_config, "no CLS token": large_config}
 
 
-def config_that_reads_all(family: str) -> NormLlavaConfig:
-    """A tiny config of which all encoder layers are read. torch counts layers that aren't read, and we don't."""
+def make_config_that_reads_all(family: str) -> NormLlavaConfig:
+    """A tiny config with which the model reads the encoder's last layer, and so needs all layers."""
     config = CONFIGS[family](tiny=True)
     config.vision_feature_layer = -1
     return config
@@ -41,56 +42,78 @@ def make_trained_model(config: NormLlavaConfig, stage: Stage) -> Any:
     return trained
 
 
-@pytest.mark.parametrize("stage", list(Stage))
-@pytest.mark.parametrize("family", list(CONFIGS))
-def test_model_flops_are_those_that_torch_counts(family: str, stage: Stage) -> None:
-    trained = make_trained_model(config_that_reads_all(family), stage)
-    model = trained.get_base_model() if stage is Stage.ADAPT else trained
+def count_by_torch(model: Any, length: int, num_supervised: int) -> int:
+    """The FLOPs that torch counts in a training step on one sample with one picture.
+
+    Args:
+        model: The model, without a `PeftModel` around it.
+        length: Number of the sample's tokens, image tokens included.
+        num_supervised: Number of tokens at its end that the loss counts.
+    """
     config = model.config
-    text = config.text_config
-    num_patches = config.image_seq_length
-    length = 12
-    num_supervised = 3
     input_ids = torch.full((1, length), 7)
-    input_ids[:, 1 : 1 + num_patches] = config.image_token_id
+    input_ids[:, 1 : 1 + config.image_seq_length] = config.image_token_id
     pixel_values = torch.randn(1, 3, config.vision_config.image_size, config.vision_config.image_size)
 
     with FlopCounterMode(display=False) as counter:
-        states = model.model(input_ids=input_ids, pixel_values=pixel_values).last_hidden_state
-        logits = model.lm_head(states[:, -num_supervised:])
-        F.cross_entropy(logits.flatten(0, 1), torch.zeros(num_supervised, dtype=torch.long)).backward()
+        states = model.model(input_ids=input_ids, pixel_values=pixel_values).last_hidden_state  # [1, length, D]
+        logits = model.lm_head(states[:, -num_supervised:])  # [1, num_supervised, vocabulary]
+        labels = torch.zeros(num_supervised, dtype=torch.long)
+        F.cross_entropy(logits.flatten(0, 1), labels).backward()
+    return counter.get_total_flops()
 
-    flops = model_flops(trained, Work([length], num_images=1, num_supervised=num_supervised))
-    # torch counts what is computed, which differs from model FLOPs in three places.
-    # 1. Eager attention also computes what its mask hides: twice as much as causal attention needs.
-    differences = text.num_hidden_layers * 6 * length**2 * text.hidden_size
-    # 2. The patch embedding isn't computed for the CLS token, and no gradient of the pixels is computed.
-    [patches] = [module for module in model.model.vision_tower.modules() if isinstance(module, torch.nn.Conv2d)]
+
+def count_more_by_torch(model: Any, stage: Stage, length: int) -> int:
+    """How many more FLOPs torch counts than model FLOPs in such a step: torch counts what is computed."""
+    config = model.config
+    text = config.text_config
+    num_patches = config.image_seq_length
+
+    # Eager attention also computes what its mask hides: twice as much as causal attention needs.
+    more = text.num_hidden_layers * 6 * length**2 * text.hidden_size
+
+    # The patch embedding isn't computed for the CLS token, and no gradient of the pixels is computed. So for each of
+    # its weights torch counts 4 FLOPs a patch (2 if frozen), where model FLOPs are 6 a position (2 if frozen).
+    [patch_embedding] = [layer for layer in model.model.vision_tower.modules() if isinstance(layer, torch.nn.Conv2d)]
     has_cls_token = config.vision_feature_select_strategy == "default"
     num_positions = num_patches + 1 if has_cls_token else num_patches
-    if stage is Stage.INSTRUCT:
-        differences -= patches.weight.numel() * (6 * num_positions - 4 * num_patches)
+    encoder_is_trained = stage is Stage.INSTRUCT
+    if encoder_is_trained:
+        more -= patch_embedding.weight.numel() * (6 * num_positions - 4 * num_patches)
     else:
-        differences -= patches.weight.numel() * (2 * num_positions - 2 * num_patches)
-    # 3. If the encoder is frozen, no gradient of the projector's input is computed.
-    if stage is not Stage.INSTRUCT:
+        more -= patch_embedding.weight.numel() * (2 * num_positions - 2 * num_patches)
+
+    # If the encoder is frozen, no gradient of the projector's input is computed.
+    if not encoder_is_trained:
         projector = model.get_submodule("model.multi_modal_projector")
         if stage is Stage.ADAPT:
             projector = projector.modules_to_save["default"]
-        differences -= 2 * projector.linear_1.weight.numel() * num_patches
+        more -= 2 * projector.linear_1.weight.numel() * num_patches
+    return more
 
-    assert counter.get_total_flops() == flops.whole + differences
+
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_model_flops_are_those_that_torch_counts(family: str, stage: Stage) -> None:
+    # All layers are needed, because torch also counts layers whose output the model doesn't use.
+    trained = make_trained_model(make_config_that_reads_all(family), stage)
+    model = trained.get_base_model() if stage is Stage.ADAPT else trained
+
+    flops = model_flops(trained, Work(lengths=[12], num_images=1, num_supervised=3))
+    counted = count_by_torch(model, length=12, num_supervised=3)
+    assert counted == flops.whole + count_more_by_torch(model, stage, length=12)
     assert 0 < flops.layers < flops.whole
 
 
 def test_an_encoder_layer_that_is_not_read_costs_nothing() -> None:
-    work = Work([12], num_images=2, num_supervised=3)
-    reads_all = config_that_reads_all("no CLS token")
+    work = Work(lengths=[12], num_images=2, num_supervised=3)
+    reads_all = make_config_that_reads_all("no CLS token")
     reads_all_but_one = large_config(tiny=True)
     flops_of_all = model_flops(make_trained_model(reads_all, Stage.ALIGN), work).whole
     flops_of_all_but_one = model_flops(make_trained_model(reads_all_but_one, Stage.ALIGN), work).whole
 
-    # A frozen layer has four matrices of attention and two of the MLP, and attention itself.
+    # The encoder is frozen, so a layer takes 2 FLOPs for each weight and patch, and 4 L² H for attention. Its weights
+    # are four square matrices of attention and two matrices of the MLP.
     width = reads_all.vision_config.hidden_size
     num_weights = 4 * width**2 + 2 * width * reads_all.vision_config.intermediate_size
     num_patches = reads_all.image_seq_length
@@ -99,10 +122,13 @@ def test_an_encoder_layer_that_is_not_read_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", list(norm.KINDS))
-def test_the_norms_gradients_are_right(name: str) -> None:
+def test_the_norms_outputs_and_gradients_are_right(name: str) -> None:
     figures = norm.measure_norm(name, torch.float32, num_tokens=8, passes=1, device=CPU)
     assert figures["output_relative_error"] < 1e-6
     assert figures["gradient_relative_error"] < 1e-6
+
+
+def test_the_gradient_of_gwc_is_exact_in_float64() -> None:
     assert norm.float64_gradient_error() < 1e-14
 
 
@@ -115,35 +141,40 @@ def test_attention_is_measured_on_what_the_reference_computes(kind: str) -> None
 
 def test_trainers_are_compared_on_the_same_tokens(tmp_path: Path) -> None:
     arms = {arm.name: arm for arm in small.arms(CPU, tmp_path)}
-    names = {
-        "TRL": "stage 1: TRL, workers, no cuDNN, no checkpointing",
-        "padded": "stage 1: ours, padded",
-        "packed": "stage 1: + packed, varlen",
-    }
-    figures = {short_name: arms[name].measure() for short_name, name in names.items()}
-    for arm_figures in figures.values():
-        assert arm_figures["tokens_per_step"] == figures["padded"]["tokens_per_step"]
-        assert 0 < arm_figures["layers_seconds_per_step"] < arm_figures["seconds_per_step"]
-        assert len(arm_figures["steps"]) == 2  # three, of which one is the warm-up
-    assert figures["padded"]["padding_share"] > 0
-    assert figures["TRL"]["padding_share"] == figures["padded"]["padding_share"]
-    assert figures["packed"]["padding_share"] == 0
+    trl = arms["stage 1: TRL, workers, no cuDNN, no checkpointing"].measure()
+    padded = arms["stage 1: ours, padded"].measure()
+    packed = arms["stage 1: + packed, varlen"].measure()
+
+    for figures in (trl, padded, packed):
+        assert figures["tokens_per_step"] == padded["tokens_per_step"]
+        assert 0 < figures["layers_seconds_per_step"] < figures["seconds_per_step"]
+        assert len(figures["steps"]) == 2  # three steps, of which one is the warm-up
+
+    assert padded["padding_share"] > 0
+    assert trl["padding_share"] == padded["padding_share"]
+    assert packed["padding_share"] == 0
+
     # Packed and padded rows train alike. TRL trains another model, a plain Llava, whose loss is only similar.
-    assert figures["packed"]["loss"] == pytest.approx(figures["padded"]["loss"], abs=1e-5)
-    assert figures["TRL"]["loss"] == pytest.approx(figures["padded"]["loss"], rel=0.01)
+    assert packed["loss"] == pytest.approx(padded["loss"], abs=1e-5)
+    assert trl["loss"] == pytest.approx(padded["loss"], rel=0.01)
 
 
 def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> dict[str, Any]:
+        return {"speed": 1.0}
+
     def fail() -> dict[str, Any]:
         raise ValueError("no such kernel")
 
     def stop() -> dict[str, Any]:
         raise SystemExit(2)
 
-    arms = [Arm("died", dict), Arm("fails", fail), Arm("stops", stop), Arm("runs", lambda: {"speed": 1.0})]
+    # An earlier process died in the first arm, so that arm isn't measured again.
+    arms = [Arm("died", run), Arm("fails", fail), Arm("stops", stop), Arm("runs", run)]
     monkeypatch.setattr(part, "make_arms", lambda *_: arms)
     results = tmp_path / "results.jsonl"
     part.measure_part("small", CPU, results, tmp_path, commit="abc", first_died=True)
+
     died, fails, stops, runs = read_lines(results)
     assert died.error == "It ended its process."
     assert fails.error == "ValueError: no such kernel"
@@ -152,26 +183,32 @@ def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
     assert runs.commit == "abc"
 
 
-def test_the_command_goes_on_where_it_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "results.jsonl"
-    done = Line("ceilings", "copy", "x86_64", None, {}, {}, figures={"median_tb_per_second": 1.5})
-    append_line(results, done)
-    call = ["--cpu", "--parts", "ceilings", "--results", str(results)]
+def make_line(part_name: str, arm: str, **fields: Any) -> Line:
+    """A line of the file of results. `fields` are its figures or its error, and the arm that it is compared with."""
+    return Line(part=part_name, arm=arm, device="H100", commit=None, packages={}, settings={}, **fields)
 
-    command.main(call)
-    lines = read_lines(results)
-    assert lines[0] == done
-    assert len(lines) == 4
-    for line in lines[1:]:
+
+def test_the_command_measures_only_arms_without_a_line(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    copy_line = make_line("ceilings", "copy", figures={"median_tb_per_second": 1.5})
+    append_line(results, copy_line)
+
+    command.main(["--cpu", "--parts", "ceilings", "--results", str(results)])
+    first_line, *new_lines = read_lines(results)
+    assert first_line == copy_line
+    assert len(new_lines) == 3  # the part's other arms: three matrix products
+    for line in new_lines:
         assert line.figures is not None
         assert line.figures["best_tflops"] > 0
 
-    # A last line that was cut off is left out.
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    whole_line = make_line("ceilings", "copy", figures={"median_tb_per_second": 1.5})
+    append_line(results, whole_line)
     with results.open("a") as file:
         file.write('{"part": "ceilings"')
-    assert read_lines(results) == lines
-    command.main(["--table", str(results)])
-    assert "| copy |  |  | 1.50 |" in capsys.readouterr().out
+    assert read_lines(results) == [whole_line]
 
 
 def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,12 +218,18 @@ def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest
     assert read_lines(args.results) == []
 
 
+def test_the_table_leaves_cells_empty_where_an_arm_lacks_the_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.jsonl"
+    append_line(results, make_line("ceilings", "copy", figures={"median_tb_per_second": 1.5}))
+    command.main(["--table", str(results)])
+    # The columns are best TFLOP/s, median TFLOP/s and TB/s.
+    assert "| copy |  |  | 1.50 |" in capsys.readouterr().out
+
+
 def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-
-    def add(part_name: str, arm: str, figures: Any = None, **fields: Any) -> None:
-        append_line(results, Line(part_name, arm, "H100", None, {}, {}, figures=figures, **fields))
-
     training = {
         "seconds_per_step": 1.0,
         "share_of_peak": 0.4,
@@ -197,32 +240,40 @@ def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> N
         "padding_share": 0,
         "loss": 2.0,
     }
-    add("ceilings", "product", {"best_tflops": 800.0, "median_tflops": 700.0})
-    add("large", "TRL", {"tokens_per_second": 1000, **training})
-    add("large", "ours", {"tokens_per_second": 1500, **training}, beside="TRL")
-    add("large", "compiled", error="ValueError: refused\nand more", beside="ours")
-    add("large", "silent", error="")
-    text = render(results)
-    assert "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 50.0 | 75.0 | 2.0000 | 0 | 20.00 | 1.50 | TRL |" in text
-    assert "| compiled | ValueError: refused |" in text
-    assert "| silent |  |" in text
+    lines = [
+        make_line("ceilings", "product", figures={"best_tflops": 800.0, "median_tflops": 700.0}),
+        make_line("large", "TRL", figures={"tokens_per_second": 1000, **training}),
+        make_line("large", "ours", figures={"tokens_per_second": 1500, **training}, beside="TRL"),
+        make_line("large", "compiled", error="ValueError: refused\nand more", beside="ours"),
+        make_line("large", "silent", error=""),
+    ]
+    for line in lines:
+        append_line(results, line)
+
+    table = render(results)
+    # Of the fastest product's 8e14 FLOP/s, 4e14 are 50% and 6e14 are 75%. "ours" makes 1.5 times TRL's tokens/s.
+    assert "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 50.0 | 75.0 | 2.0000 | 0 | 20.00 | 1.50 | TRL |" in table
+    assert "| compiled | ValueError: refused |" in table
+    assert "| silent |  |" in table
 
 
 @pytest.mark.parametrize("make_arms", [large.packed_arms, large.full_arms, large.quantized_arms])
 def test_compiled_layers_warm_up_longer_and_are_measured_as_long(
     make_arms: Callable[[torch.device, Path], list[Arm]], tmp_path: Path
 ) -> None:
-    """The warm-up covers the third step, in which a second graph is compiled, and there are rows for all steps."""
     arms = {arm.name: arm for arm in make_arms(CPU, tmp_path)}
-    compiled = [arm for arm in arms.values() if arm.settings["compiled"]]
-    assert compiled
-    for arm in compiled:
-        settings = arm.settings
+    compiled_arms = [arm for arm in arms.values() if arm.settings["compiled"]]
+    assert len(compiled_arms) > 0
+
+    for arm in compiled_arms:
+        compiled = arm.settings
         uncompiled = arms[str(arm.beside)].settings
-        assert settings["warmup"] >= 3
-        assert settings["steps"] - settings["warmup"] == uncompiled["steps"] - uncompiled["warmup"]
+        assert compiled["warmup"] >= 3  # a second graph is compiled in the third step
+        assert compiled["steps"] - compiled["warmup"] == uncompiled["steps"] - uncompiled["warmup"]
+
+        # There are rows for all steps.
         rows = json.loads((tmp_path / "conversations.json").read_text())
-        assert len(rows) >= settings["steps"] * settings["rows_per_step"]
+        assert len(rows) >= compiled["steps"] * compiled["rows_per_step"]
 
 
 def test_every_part_has_a_limit() -> None:

@@ -22,7 +22,7 @@ from training.command_line import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-# First lines of blocks that are not run here. They tell the reader what a block needs.
+# A block that begins with one of these lines is not run. The line tells the reader what the block needs.
 NOT_RUN = ("# needs the Hub", "# needs a GPU", "# takes an hour", "# after make emoji", "# two terminals")
 # Beginnings of lines that are not run in a block: CI runs them already, or they would change this environment.
 LINES_NOT_RUN = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
@@ -33,51 +33,61 @@ class Block:
     """A block of code on a page."""
 
     page: str
+    """The name of the page's file."""
     number: int
+    """Number of the block on its page, from 1."""
     language: str
     text: str
 
     @property
     def is_run(self) -> bool:
-        """Whether the tests run it: it needs neither a GPU nor the Hub, and doesn't take long."""
+        """Whether the tests run the block: it needs neither a GPU nor the Hub, and doesn't take long."""
         return not self.text.startswith(NOT_RUN)
 
     @property
     def commands(self) -> list[list[str]]:
-        """Its command lines, each as a list of words."""
-        lines = self.text.replace("\\\n", " ").splitlines()
+        """The block's command lines, each as a list of words, without comments and variables such as `HF_TOKEN=x`."""
+        # A line that ends in a backslash goes on in the next line.
+        whole_lines = self.text.replace("\\\n", " ").splitlines()
         commands = []
-        for line in lines:
+        for line in whole_lines:
             words = shlex.split(line, comments=True)
-            words = [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]  # without variables
-            if words:
-                commands.append(words)
+            command = [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]
+            if command:
+                commands.append(command)
         return commands
 
     def __str__(self) -> str:
+        """The test's id."""
         return f"{self.page}-{self.number}"
 
 
-def blocks(*languages: str) -> Iterator[Block]:
-    """All blocks of code in these languages, but the Python of CONTRIBUTING.md, which test_contributing.py tests."""
+def find_blocks(*languages: str) -> Iterator[Block]:
+    """All blocks of code in these languages, except Python in CONTRIBUTING.md, which test_contributing.py tests."""
     for page in PAGES:
-        for number, (language, code) in enumerate(fences(page.read_text(encoding="utf-8")), start=1):
+        text = page.read_text(encoding="utf-8")
+        for number, (language, code) in enumerate(fences(text), start=1):
             is_tested_elsewhere = language == "python" and page.name == "CONTRIBUTING.md"
             if language in languages and not is_tested_elsewhere:
                 yield Block(page.name, number, language, code)
 
 
-SHELL = list(blocks("bash"))
+SHELL_BLOCKS = list(find_blocks("bash"))
 
 
-def module_of(words: list[str]) -> tuple[str, list[str]] | None:
-    """The module that a command line starts, and its arguments; `None` if it doesn't start Python."""
+def find_module(words: list[str]) -> tuple[str, list[str]] | None:
+    """The module that a command line runs, and its arguments; `None` if the command doesn't run Python.
+
+    For example, `python training/compose.py --help` runs "training.compose" with the argument "--help".
+    """
     if words[:2] == ["accelerate", "launch"]:
-        return "training.sft", words[words.index("training/sft.py") + 1 :]
+        script = words.index("training/sft.py")
+        return "training.sft", words[script + 1 :]
     if not words[0].endswith("python"):
         return None
     if words[1] != "-m":
-        return words[1].removesuffix(".py").replace("/", "."), words[2:]
+        module = words[1].removesuffix(".py").replace("/", ".")
+        return module, words[2:]
 
     module = words[2]
     is_package = (ROOT / module.replace(".", "/") / "__main__.py").exists()
@@ -87,9 +97,9 @@ def module_of(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def command_lines() -> list[str]:
-    """All different command lines of the pages."""
+    """The command lines of all pages, each once."""
     lines = set()
-    for block in SHELL:
+    for block in SHELL_BLOCKS:
         lines.update(shlex.join(words) for words in block.commands)
     return sorted(lines)
 
@@ -100,29 +110,38 @@ def test_the_reference_is_that_of_the_code() -> None:
 
 
 def options_on_page(heading: str) -> dict[str, str]:
-    """The text of each option in a section of the reference, by the option."""
-    section = reference.PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    """What the reference says of each option in a section, by the option."""
+    page = reference.PAGE.read_text(encoding="utf-8")
+    _, _, from_section_on = page.partition(f"## {heading}\n")
+    section, _, _ = from_section_on.partition("\n## ")
+    # An option's line is "- `--limit` (`8`): Help."
     return dict(re.findall(r"^- `(--\w+)`(.*)$", section, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
-    ("heading", "module"), [("compose", "training.compose"), ("diagnostics", "diagnostics.__main__")]
+    ("heading", "module"),
+    [
+        pytest.param("compose", "training.compose", id="compose"),
+        pytest.param("diagnostics", "diagnostics.__main__", id="diagnostics"),
+    ],
 )
 def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    printed = reference.build_parser(module).format_help()
-    printed = re.sub(r"\n {10,}", "  ", printed)  # puts the help of options with long names into their lines
-    options = re.findall(r"^  (--\w+)(.*)$", printed, re.MULTILINE)
+    monkeypatch.setenv("COLUMNS", "1000")  # argparse then doesn't wrap help texts
+    help_text = reference.build_parser(module).format_help()
+    # After a long name, argparse puts the help text into the next line.
+    one_line_each = re.sub(r"\n {10,}", "  ", help_text)
+    printed = dict(re.findall(r"^  (--\w+)(.*)$", one_line_each, re.MULTILINE))
     on_page = options_on_page(heading)
-    assert [name for name, _ in options] == list(on_page)
+    assert list(printed) == list(on_page)
 
-    for name, text in options:
-        default = re.search(r"\(default: (.*)\)$", text)
-        if default is None or default[1] in ("None", "False"):
+    for name, text in printed.items():
+        match = re.search(r"\(default: (.*)\)$", text)
+        if match is None or match[1] in ("None", "False"):
             continue
-        # The page gives a default in code behind the name, or as the help gives it.
-        value = default[1]
-        assert f"(`{value}`)" in on_page[name] or f"(default: {value})" in on_page[name], name
+        default = match[1]
+        # The page has the default in code behind the name, or leaves it in the help text.
+        shown_forms = [f"(`{default}`)", f"(default: {default})"]
+        assert any(form in on_page[name] for form in shown_forms), name
 
 
 def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
@@ -130,15 +149,19 @@ def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
     fields = {field.name: field for field in dataclasses.fields(RunArguments)}
     for name in RunArguments.__annotations__:
         field = fields[name]
-        if not field.init:
-            continue  # it is computed, so there is no option for it
+        is_computed = not field.init
+        if is_computed:  # there is no option for it
+            continue
         text = on_page[f"--{name}"]
-        if field.default is None or field.default is False:
-            assert not text.startswith(" (")
-        else:
+        has_default = field.default is not None and field.default is not False
+        if has_default:
             assert f"(`{field.default}`)" in text
+        else:
+            assert not text.startswith(" (")
 
-    # Where our default isn't TRL's, the page gives both.
+
+def test_the_reference_gives_both_defaults_where_ours_is_not_that_of_trl() -> None:
+    on_page = options_on_page("sft")
     assert on_page["--max_length"].startswith(" (`None`, in TRL `1024`)")
     assert on_page["--use_cpu"].startswith(" (`False`)")
 
@@ -160,36 +183,41 @@ def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     if words[0] == "make":
-        targets = re.findall(r"^([\w./()$-]+):", makefile(), re.MULTILINE)
+        targets = re.findall(r"^([\w./()$-]+):", read_makefile(), re.MULTILINE)
         assert words[1] in targets
         return
 
-    started = module_of(words)
-    if started is None or started[0] in ("lmms_eval", "pytest"):
-        return  # another project's command
-    module, arguments = started
-    assert (ROOT / module.split(".")[0]).is_dir()
-    parser = reference.build_parser(module)
+    module_and_arguments = find_module(words)
+    if module_and_arguments is None:
+        return
+    module, arguments = module_and_arguments
+    if module in ("lmms_eval", "pytest"):  # other projects' commands
+        return
+    package = module.split(".")[0]
+    assert (ROOT / package).is_dir()
+
     if "--config" in arguments:
         position = arguments.index("--config")
-        assert (ROOT / arguments[position + 1]).exists()
-        if module in ("training.sft", "training.plan"):  # their parsers don't have this option, which is read before
+        recipe = arguments[position + 1]
+        assert (ROOT / recipe).exists()
+        if module in ("training.sft", "training.plan"):  # they read this option before their parsers are called
             del arguments[position : position + 2]
-    _, unknown = parser.parse_known_args(arguments)
+    _, unknown = reference.build_parser(module).parse_known_args(arguments)
     assert unknown == []
 
 
 def test_the_recipe_of_the_readme_is_whole(tmp_path: Path) -> None:
-    (block,) = [block for block in blocks("yaml") if block.page == "README.md"]
-    (tmp_path / "recipe.yaml").write_text(block.text, encoding="utf-8")
-    # An error is raised here if the recipe lacks a required field.
+    (recipe,) = [block for block in find_blocks("yaml") if block.page == "README.md"]
+    (tmp_path / "recipe.yaml").write_text(recipe.text, encoding="utf-8")
+    # This raises an error if the recipe lacks a required field.
     run_args, _ = parse_arguments(["--config", str(tmp_path / "recipe.yaml")])
     assert run_args.stage == "instruct"
 
 
-def makefile() -> str:
+def read_makefile() -> str:
     """The text of the Makefile, with the values of its variables filled in."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    # A variable is set by a line such as "BIN ?= .venv/bin".
     for name, value in re.findall(r"^(\w+) \?= (.*)$", text, re.MULTILINE):
         text = text.replace(f"$({name})", value)
     return text
@@ -197,7 +225,7 @@ def makefile() -> str:
 
 @pytest.fixture(scope="module")
 def workplace() -> Path:
-    """The repository, with the quickstart done and without the folder that the pages' commands write."""
+    """The repository, in which the quickstart was run and the folder that the pages' commands write was removed."""
     subprocess.run([sys.executable, "-m", "examples.digits.quickstart"], cwd=ROOT, check=True, capture_output=True)
     shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)
     return ROOT
@@ -205,22 +233,23 @@ def workplace() -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("block", [block for block in SHELL if block.is_run], ids=str)
+@pytest.mark.parametrize("block", [block for block in SHELL_BLOCKS if block.is_run], ids=str)
 def test_a_block_of_commands_runs(
     block: Block, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if ".venv-evaluation" in block.text:  # the fixture makes this environment
-        request.getfixturevalue("harness_python")
+    if ".venv-evaluation" in block.text:
+        request.getfixturevalue("harness_python")  # makes this environment
     lines = [line for line in block.text.splitlines() if not line.startswith(LINES_NOT_RUN)]
+    script = "\n".join(lines)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    run = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(lines)], cwd=workplace, capture_output=True, text=True
+    completed = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=workplace, capture_output=True, text=True
     )
-    assert run.returncode == 0, run.stderr[-3000:]
+    assert completed.returncode == 0, completed.stderr[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in blocks("python") if block.is_run], ids=str)
+@pytest.mark.parametrize("block", [block for block in find_blocks("python") if block.is_run], ids=str)
 def test_a_block_of_python_runs(block: Block, workplace: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", block.text], cwd=workplace, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+    completed = subprocess.run([sys.executable, "-c", block.text], cwd=workplace, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]

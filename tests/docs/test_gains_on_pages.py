@@ -10,10 +10,11 @@ from examples.emoji.gains import ARMS, CONTROL, differences, read_runs, t_interv
 
 
 ROOT = Path(__file__).parents[2]
-# Kinds of questions about digits; columns of depth.csv.
+# The columns of depth.csv with the scores of the kinds of questions about digits.
 KINDS = ["digit", "colour", "both", "compare", "count", "sum", "long"]
-# The comparisons on digits in README's table: decoder, arm and variant of depth.csv. The controls are the arm "none".
-DIGITS = [
+# The comparisons on digits in README's table: the decoder, the arm and the variant of the compared runs in depth.csv.
+# Each is compared with the arm "none" of the same decoder and variant.
+DIGIT_COMPARISONS = [
     ("3x128", "gwc", "plain"),
     ("3x256", "gwc", "plain"),
     ("12x128", "gwc", "plain"),
@@ -24,33 +25,36 @@ DIGITS = [
 
 
 def as_written(gains: pd.Series) -> str:
-    """The mean gain and its interval, as pages write them."""
+    """The mean gain and its interval, as pages write them: "−18.1 (−24.4 to −11.7)"."""
     mean, low, high = t_interval(gains)
     return f"{mean:.1f} ({low:.1f} to {high:.1f})".replace("-", "−")
 
 
 @pytest.fixture(scope="module")
 def decoder_gains() -> list[str]:
-    """The gains with the pretrained decoder."""
+    """The gains with the pretrained decoder, as pages write them."""
     runs = read_runs()
-    return [as_written(differences(runs, arm, CONTROL, ["seed", "processor"])) for arm in ARMS]
+    gains = [differences(runs, arm, CONTROL, pair_by=["seed", "processor"]) for arm in ARMS]
+    return [as_written(gain) for gain in gains]
 
 
 @pytest.fixture(scope="module")
 def digit_gains() -> list[str]:
-    """The gains on digits."""
+    """The gains on digits, as pages write them."""
     runs = pd.read_csv(ROOT / "examples" / "digits" / "depth.csv")
     runs["score"] = runs[KINDS].mean(axis=1)
 
-    gains = []
-    for decoder, arm, variant in DIGITS:
-        compared = runs[(runs["decoder"] == decoder) & (runs["variant"] == variant)]
-        gains.append(as_written(differences(compared, arm, "none", ["seed"])))
-    return gains
+    written = []
+    for decoder, arm, variant in DIGIT_COMPARISONS:
+        compared_runs = runs[(runs["decoder"] == decoder) & (runs["variant"] == variant)]
+        gains = differences(compared_runs, arm, "none", pair_by=["seed"])
+        written.append(as_written(gains))
+    return written
 
 
 def test_the_readme_gives_the_gains_of_the_records(decoder_gains: list[str], digit_gains: list[str]) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    # The gain is the last cell of a row, such as "| **3.7 (1.6 to 5.8)** |".
     in_tables = re.findall(r"\| \**(−?[\d.]+ \(−?[\d.]+ to −?[\d.]+\))\** \|$", text, re.MULTILINE)
     assert sorted(in_tables) == sorted([*decoder_gains, *digit_gains])
 

@@ -1,4 +1,4 @@
-"""Checks docs/preferences.md: its DPO and GRPO train a NormLlava, and a user can load the models that they save."""
+"""Checks docs/preferences.md: its code for DPO and GRPO trains a NormLlava and saves a model that can be loaded."""
 
 import json
 import math
@@ -18,19 +18,20 @@ from transformers import AutoModelForImageTextToText
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/preferences.md").read_text(encoding="utf-8")
-# The page has two blocks of code.
+# The code of the page's two blocks.
 DPO, GRPO = [code for _, code in fences(PAGE)]
 
 
 @pytest.fixture
 def quickstart(composed: Callable[..., Path], tmp_path: Path) -> Path:
-    """A folder with a small random model and rows, in the places where the quickstart puts its model and rows."""
+    """A folder with a small random model and 64 rows, at the paths where the quickstart puts its own."""
     data = tmp_path / "runs/digits/data"
     data.mkdir(parents=True)
     (tmp_path / "runs/digits/stage2").symlink_to(composed())
     rows = []
     for number in range(64):
-        Image.new("RGB", (28, 28), (4 * number, 0, 0)).save(data / f"{number}.png")
+        red = 4 * number  # so each picture has another colour
+        Image.new("RGB", (28, 28), (red, 0, 0)).save(data / f"{number}.png")
         turns = [{"from": "human", "value": "<image>\nwhich digit?"}, {"from": "gpt", "value": "three"}]
         rows.append({"image": f"{number}.png", "conversations": turns})
     (data / "held_out.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -38,18 +39,23 @@ def quickstart(composed: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def run_block(block: str, folder: Path) -> list[dict[str, float]]:
-    """Run a block of the page for three steps. Returns what the trainer logged."""
+    """Run a block of the page in this folder for three steps. Returns what the trainer logged in each step.
+
+    The last entry is the trainer's summary of the training.
+    """
     code = re.sub(r"max_steps=\d+", "max_steps=3, logging_steps=1", block)
     code += "\nprint('LOG', json.dumps(trainer.state.log_history))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith("LOG ")]
-    return json.loads(line.removeprefix("LOG "))
+    command = [sys.executable, "-c", code]
+    completed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+
+    (log_line,) = [line for line in completed.stdout.splitlines() if line.startswith("LOG ")]
+    return json.loads(log_line.removeprefix("LOG "))
 
 
 def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart: Path) -> None:
-    first_step, *_, last_step, _ = run_block(DPO, quickstart)  # the last entry sums up the training
+    first_step, _, last_step, _ = run_block(DPO, quickstart)
     # In the first step the model is equal to its reference, so the loss is ln 2 (arXiv 2305.18290, eq. 7).
     assert first_step["loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert last_step["rewards/margins"] > 0

@@ -18,42 +18,53 @@ LETTERS = "ABCD"
 PICTURE = PILImage.new("RGB", (40, 30))
 
 
-def mmbench(number: int) -> dict[str, Any]:
-    """Two rows for each of six questions, the second with the options in reversed order.
+# Each function makes one row, by its number from 0. Its docstring says in which rows the answer "A" is right.
 
-    A model has to be right in both rows. "A" is right in both rows of the questions 0 and 4, and only in the first row
-    of question 2.
+
+def mmbench(number: int) -> dict[str, Any]:
+    """Two rows ask the same question, the second with the options in reversed order. A model has to be right in both.
+
+    The answer "A" is right in both rows of the questions 0 and 4, and in the first row of question 2.
     """
     question = number // 2
-    is_reversed = number % 2 == 1
+    index = question
     options = [f"thing {question} {letter}" for letter in LETTERS]
-    if is_reversed:
+    is_second_row = number % 2 == 1
+    if is_second_row:
+        index += 1_000_000
         options.reverse()
-    is_a = question in (0, 4) or (question == 2 and not is_reversed)
+
+    is_a_right = number in (0, 1, 4, 8, 9)
     return {
-        "index": question + 1_000_000 * is_reversed, "question": f"Which thing is number {question}?", "hint": "nan",
-        "answer": "A" if is_a else "B", **dict(zip(LETTERS, options, strict=True)),
+        "index": index, "question": f"Which thing is number {question}?", "hint": "nan",
+        "A": options[0], "B": options[1], "C": options[2], "D": options[3], "answer": "A" if is_a_right else "B",
         "category": f"kind {question % 2}", "image": PICTURE, "source": "made up", "L2-category": "all",
         "comment": "nan", "split": "dev",
     }  # fmt: skip
 
 
 def mmstar(number: int) -> dict[str, Any]:
-    """Two groups, of 8 and 4 rows. "A" is right in 6 rows of the first and in 1 row of the second.
+    """The first 8 rows are of one category, the last 4 of another.
 
-    The groups differ in size, so that the mean over groups is not the mean over rows.
+    The answer "A" is right in 6 rows of the first category and in 1 row of the second. The categories differ in size,
+    so that the mean of their means is not the mean of all rows.
     """
-    group = 0 if number < 8 else 1
-    is_a = number < 6 or number == 8
+    if number < 8:
+        category = "math"
+        finer_category = "geometry"
+    else:
+        category = "logical reasoning"
+        finer_category = "diagram reasoning"
+    is_a_right = number in (0, 1, 2, 3, 4, 5, 8)
     return {
         "index": number, "question": f"Question {number}?\nOptions: A: one, B: two, C: three, D: four",
-        "image": PICTURE, "answer": "A" if is_a else "C",
-        "category": ("math", "logical reasoning")[group], "l2_category": ("geometry", "diagram reasoning")[group],
+        "image": PICTURE, "answer": "A" if is_a_right else "C", "category": category, "l2_category": finer_category,
         "meta_info": {"source": "made up", "split": "val", "image_path": f"{number}.jpg"},
     }  # fmt: skip
 
 
 def pope(number: int) -> dict[str, Any]:
+    """The answer "A" is never right: answers are yes or no."""
     return {
         "id": str(number), "question_id": str(number), "question": f"Is there a thing {number} in the image?",
         "answer": ("yes", "no")[number % 2], "image_source": f"{number}", "image": PICTURE,
@@ -62,14 +73,16 @@ def pope(number: int) -> dict[str, Any]:
 
 
 def seedbench(number: int) -> dict[str, Any]:
+    """The answer "A" is right in every fourth row."""
     return {
         "data_id": f"{number}.png", "question_id": str(number), "question": f"What does part {number} show?",
-        **{f"choice_{letter}": f"thing {letter}" for letter in LETTERS}, "answer": LETTERS[number % 4],
-        "question_image_type": ("chart", "map", "web")[number % 3], "image": PICTURE,
+        "choice_A": "thing A", "choice_B": "thing B", "choice_C": "thing C", "choice_D": "thing D",
+        "answer": LETTERS[number % 4], "question_image_type": ("chart", "map", "web")[number % 3], "image": PICTURE,
     }  # fmt: skip
 
 
 def ocrbench(number: int) -> dict[str, Any]:
+    """The answer "A" is right in row 3."""
     kinds = ("Regular Text Recognition", "Scene Text-centric VQA", "Key Information Extraction")
     return {
         "dataset": "IIIT5K", "question": "What is written in the image?",
@@ -78,6 +91,7 @@ def ocrbench(number: int) -> dict[str, Any]:
 
 
 def scienceqa(number: int) -> dict[str, Any]:
+    """The answer "A" is right in every third row."""
     return {
         "image": PICTURE, "question": f"Which one is number {number}?", "choices": ["one", "two", "three"],
         "answer": number % 3, "hint": "" if number % 2 else "Look closely.", "task": "closed choice",
@@ -87,6 +101,7 @@ def scienceqa(number: int) -> dict[str, Any]:
 
 
 def ai2d(number: int) -> dict[str, Any]:
+    """The answer "A" is right in every fourth row."""
     return {
         "question": f"What is part {number}?", "options": ["root", "leaf", "stem", "flower"],
         "answer": str(number % 4), "image": PICTURE,
@@ -94,6 +109,7 @@ def ai2d(number: int) -> dict[str, Any]:
 
 
 def hellaswag(number: int) -> dict[str, Any]:
+    """The answer is the likeliest ending, so "A" is no answer."""
     return {
         "ind": number, "activity_label": "Cooking", "ctx_a": f"A cook takes {number} eggs.", "ctx_b": "the cook",
         "ctx": f"A cook takes {number} eggs. the cook", "endings": ["fries them.", "flies.", "sings.", "sleeps."],
@@ -102,6 +118,7 @@ def hellaswag(number: int) -> dict[str, Any]:
 
 
 def mmlu(number: int) -> dict[str, Any]:
+    """The answer "A" is right in the first of a subject's two rows."""
     return {
         "question": f"What is {number} and {number}?", "subject": "made up", "choices": ["0", "1", "2", "3"],
         "answer": number % 4,
@@ -110,7 +127,7 @@ def mmlu(number: int) -> dict[str, Any]:
 
 MakeRow = Callable[[int], dict[str, Any]]
 
-# The benchmarks with pictures, by repository: configuration, split, and the function that makes a row by its number.
+# The benchmarks with pictures, by repository: configuration, split, and the function that makes their rows.
 WITH_PICTURES: dict[str, tuple[str, str, MakeRow]] = {
     "lmms-lab-encoder/MMBench": ("en", "dev", mmbench),
     "Lin-Chen/MMStar": ("default", "val", mmstar),
@@ -123,7 +140,7 @@ WITH_PICTURES: dict[str, tuple[str, str, MakeRow]] = {
 
 
 def write_all(folder: Path, mmlu_subjects: list[str]) -> None:
-    """Write the rows of all nine benchmarks below a folder. Harnesses that run in this folder find them."""
+    """Write the rows of all nine benchmarks below a folder. Harnesses that are run in this folder find them."""
     for repository, (config, split, make_row) in WITH_PICTURES.items():
         write_repository(folder / repository, [config], [split], make_row)
     write_repository(folder / "Rowan/hellaswag", ["default"], ["train", "validation"], hellaswag)

@@ -1,4 +1,4 @@
-"""Reading scores and their errors from a harness's files, keeping results, and the table. No harness runs here."""
+"""Tests of reading a harness's files, of keeping results, and of the table. No harness runs here."""
 
 import importlib
 import json
@@ -30,13 +30,14 @@ SETTINGS = Settings(batch_size=8, num_processes=1, dtype="auto", limit=None)
 
 
 def make_row_scores(scores: Sequence[float], groups: str | None = None) -> pd.Series:
-    """Scores of rows, indexed as `read_row_scores` does. `groups` has a letter for the group of each row."""
+    """Scores of rows, indexed as by `read_row_scores`. `groups` has a letter for each row, the name of its group."""
     group_index = [""] * len(scores) if groups is None else list(groups)
     row_index = [str(number) for number in range(len(scores))]
     return pd.Series(scores, [group_index, row_index], dtype=float).rename_axis(["group", "row"])
 
 
 def make_result(score: float, row_scores: pd.Series | None = None) -> TaskResult:
+    """A result of the digits with this score."""
     evaluation = Evaluation(
         task="digits",
         dataset="d",
@@ -53,6 +54,7 @@ def make_result(score: float, row_scores: pd.Series | None = None) -> TaskResult
 
 
 def make_model(folder: Path, fingerprint: str = "fingerprint") -> Model:
+    """A model in this folder, which need not hold any file of a model."""
     return Model(name="runs/mine", path=folder, fingerprint=fingerprint, weights="weights")
 
 
@@ -63,60 +65,73 @@ def harness_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_sample(number: int, **fields: Any) -> dict[str, Any]:
-    """An entry of a harness's row log."""
+    """An entry of a harness's row log, with these fields added or replaced."""
     sample = {"doc_id": number, "target": "A", "input": f"question {number}"}
     return {**sample, **fields}
 
 
-def log_orders(*right_answers: str) -> list[dict[str, Any]]:
-    """What MMBench's metric is given for questions that are asked twice, with their options in two orders.
+def make_samples(task: str, metric_inputs: list[Any]) -> list[dict[str, Any]]:
+    """A row log of a task, by what its metric is given for each row."""
+    metric = command_line.BENCHMARKS[task].metric
+    return [make_sample(number, **{metric: metric_input}) for number, metric_input in enumerate(metric_inputs)]
 
-    The right answers come in pairs, one for each order of a question. The model's answer is always " a.".
-    """
-    metric_inputs = []
-    for number, right_answer in enumerate(right_answers):
-        question = number // 2
-        order = number % 2
-        index = question + 1_000_000 * order
-        metric_inputs.append({"index": index, "prediction": " a.", "answer": right_answer})
-    return metric_inputs
+
+# What MMBench's metric is given where "A" is right for question 0 in both orders of its options, and for question 1
+# only in the first order.
+MMBENCH_INPUTS = [
+    {"index": 0, "prediction": " a.", "answer": "A"},
+    {"index": 1_000_000, "prediction": " a.", "answer": "A"},
+    {"index": 1, "prediction": " a.", "answer": "A"},
+    {"index": 1_000_001, "prediction": " a.", "answer": "B"},
+]
+# Of two categories, with the means 1 and 0.
+MMSTAR_INPUTS = [
+    {"score": 1.0, "l2_category": "a"},
+    {"score": 1.0, "l2_category": "a"},
+    {"score": 0.0, "l2_category": "b"},
+]
+SEEDBENCH_INPUTS = [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer": "A"}]
 
 
 @pytest.mark.parametrize(
-    ("task", "metric_inputs", "score", "expected"),
+    ("task", "metric_inputs", "expected"),
     [
-        ("digits", [1.0, 0.0, 0.0, 1.0], 0.5, [1, 0, 0, 1]),
-        ("pope", [{"score": 1.0}, {"score": 0.0}], 0.5, [1, 0]),
-        ("mmstar", [{"score": 1.0, "l2_category": "a"}] * 2 + [{"score": 0.0, "l2_category": "b"}], 0.5, [1, 1, 0]),
-        ("seedbench_2_plus", [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer": "A"}], 0.5, [1, 0]),
-        # The second question is wrong in its second order.
-        ("mmbench_en_dev_static", log_orders("A", "A", "A", "B"), 0.5, [1, 0]),
-        # The reported score is not the rows' mean: it is their F1.
-        ("pope", [{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}], 0.67, None),
-        # Logs of an unknown form.
-        ("pope", [{"score": 1.0}, {"hit": 1.0}], 1.0, None),
-        ("seedbench_2_plus", [{"score": 1.0}], 1.0, None),
-        ("mmbench_en_dev_static", [{"score": 1.0}], 1.0, None),
+        pytest.param("digits", [1.0, 0.0], [1, 0], id="number"),
+        pytest.param("pope", [{"score": 1.0}, {"score": 0.0}], [1, 0], id="score"),
+        pytest.param("mmstar", MMSTAR_INPUTS, [1, 1, 0], id="score and category"),
+        pytest.param("seedbench_2_plus", SEEDBENCH_INPUTS, [1, 0], id="answer"),
+        pytest.param("mmbench_en_dev_static", MMBENCH_INPUTS, [1, 0], id="answer in each order"),
     ],
 )
-def test_scores_of_rows_are_known_where_the_tasks_score_is_their_mean(
-    task: str, metric_inputs: list[Any], score: float, expected: list[float] | None
+def test_scores_of_rows_are_read_where_the_tasks_score_is_their_mean(
+    task: str, metric_inputs: list[Any], expected: list[float]
 ) -> None:
-    benchmark = command_line.BENCHMARKS[task]
-    samples = []
-    for number, metric_input in enumerate(metric_inputs):
-        samples.append(make_sample(number, **{benchmark.metric: metric_input}))
+    # In all cases the score is 0.5, as the mean of rows, of categories or of questions.
+    scores = read_row_scores(command_line.BENCHMARKS[task], 0.5, make_samples(task, metric_inputs))
+    assert scores is not None
+    assert list(scores) == expected
 
-    scores = read_row_scores(benchmark, score, samples)
-    if expected is None:
-        assert scores is None
-    else:
-        assert scores is not None
-        assert list(scores) == expected
+
+def test_scores_of_rows_are_unknown_where_the_tasks_score_is_not_their_mean() -> None:
+    # 0.67 is not the mean of these rows. It could be their F1.
+    samples = make_samples("pope", [{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}])
+    assert read_row_scores(command_line.BENCHMARKS["pope"], 0.67, samples) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "metric_inputs"),
+    [
+        pytest.param("pope", [{"score": 1.0}, {"hit": 1.0}], id="no score"),
+        pytest.param("seedbench_2_plus", [{"score": 1.0}], id="no answer"),
+        pytest.param("mmbench_en_dev_static", [{"score": 1.0}], id="no index"),
+    ],
+)
+def test_scores_of_rows_are_unknown_where_a_log_has_an_unknown_form(task: str, metric_inputs: list[Any]) -> None:
+    assert read_row_scores(command_line.BENCHMARKS[task], 1.0, make_samples(task, metric_inputs)) is None
 
 
 def read_row_index(**fields: Any) -> tuple[str, str]:
-    """The group and the row by which the entry of a row log is indexed."""
+    """The group and the row by which an entry of a row log with these fields is indexed."""
     scores = read_row_scores(DIGITS, 1.0, [make_sample(0, exact_match=1.0, **fields)])
     assert scores is not None
     return scores.index[0]
@@ -128,7 +143,13 @@ def test_a_row_has_the_same_index_for_every_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"doc_id": 1}, {"input": "another"}, {"target": "B"}, {"input": None, "prompt_hash": "p"}]
+    "fields",
+    [
+        pytest.param({"doc_id": 1}, id="number"),
+        pytest.param({"input": "another"}, id="question"),
+        pytest.param({"target": "B"}, id="right answer"),
+        pytest.param({"input": None, "prompt_hash": "p"}, id="hash of the question"),
+    ],
 )
 def test_another_question_has_another_index(fields: dict[str, Any]) -> None:
     assert read_row_index(**fields) != read_row_index()
@@ -140,7 +161,7 @@ def test_scores_are_unknown_where_a_row_is_there_twice() -> None:
 
 
 def write_report(
-    folder: Path, benchmark: Benchmark, scores: dict[str, Any], row_counts: dict[str, int], missing_field: str = ""
+    folder: Path, benchmark: Benchmark, scores: dict[str, Any], row_counts: dict[str, int], without: str | None = None
 ) -> None:
     """Write a harness's report about a task.
 
@@ -148,21 +169,21 @@ def write_report(
         folder: The folder that the harness was given.
         benchmark: The task.
         scores: The task's scores by metric and filter.
-        row_counts: Number of rows of each subtask.
-        missing_field: A field that is left out.
+        row_counts: Number of rows of each subtask; of the task itself if it has no subtasks.
+        without: A field of the report that is left out.
     """
     config = {"dataset_path": "owner/rows", "dataset_name": "en", "validation_split": "val"}
-    report = {
-        "results": {benchmark.task: scores},
-        "configs": dict.fromkeys(row_counts, config),
-        "n-shot": dict.fromkeys(row_counts, 0),
-        "n-samples": {subtask: {"original": 99, "effective": count} for subtask, count in row_counts.items()},
-    }
-    report.pop(missing_field, None)
+    report: dict[str, Any] = {"results": {benchmark.task: scores}, "configs": {}, "n-shot": {}, "n-samples": {}}
+    for subtask, count in row_counts.items():
+        report["configs"][subtask] = config
+        report["n-shot"][subtask] = 0
+        report["n-samples"][subtask] = {"original": 99, "effective": count}
+    if without is not None:
+        del report[without]
 
-    names = {"lmms-eval": "2026_results.json", "lm-eval": "results_2026-01-01T00-00-00.0.json"}
+    file_names = {"lmms-eval": "2026_results.json", "lm-eval": "results_2026-01-01T00-00-00.0.json"}
     (folder / "model").mkdir()
-    (folder / "model" / names[benchmark.harness]).write_text(json.dumps(report))
+    (folder / "model" / file_names[benchmark.harness]).write_text(json.dumps(report))
 
 
 def test_the_benchmarks_metric_is_taken_from_all_metrics(tmp_path: Path) -> None:
@@ -170,7 +191,9 @@ def test_the_benchmarks_metric_is_taken_from_all_metrics(tmp_path: Path) -> None
     benchmark = command_line.BENCHMARKS["hellaswag"]
     write_report(tmp_path, benchmark, scores, {"hellaswag": 7})
     row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert (row.value, row.standard_error, row.n) == (0.4, 0.02, 7)
+    assert row.value == 0.4
+    assert row.standard_error == 0.02
+    assert row.n == 7
     assert row.dataset == "owner/rows, en"
 
 
@@ -179,7 +202,8 @@ def test_a_score_in_percent_becomes_a_fraction(tmp_path: Path) -> None:
     benchmark = command_line.BENCHMARKS["mmbench_en_dev_static"]
     write_report(tmp_path, benchmark, scores, {"mmbench_en_dev_static": 5})
     row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert (row.value, row.standard_error, row.n) == (0.6, 0.03, 5)
+    assert row.value == 0.6
+    assert row.standard_error == 0.03
 
 
 def test_the_rows_of_a_groups_subtasks_are_added_up(tmp_path: Path) -> None:
@@ -187,7 +211,9 @@ def test_the_rows_of_a_groups_subtasks_are_added_up(tmp_path: Path) -> None:
     benchmark = command_line.BENCHMARKS["mmlu"]
     write_report(tmp_path, benchmark, scores, {"mmlu_anatomy": 2, "mmlu_law": 3})
     row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert (row.value, row.standard_error, row.n) == (0.6, None, 5)
+    assert row.value == 0.6
+    assert row.standard_error is None
+    assert row.n == 5
     # The subtasks have different configurations of the dataset, so none is named.
     assert row.dataset == "owner/rows"
 
@@ -203,23 +229,20 @@ def test_a_result_says_how_it_was_measured(tmp_path: Path) -> None:
     assert row.command == "python -m evaluation secret --tasks hellaswag --dtype bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("scores", "missing_field", "message"),
-    [
-        ({"exact_match,none": "N/A"}, "", r"gave no exact_match; see the report in"),
-        ({"exact_match,none": 0.5}, "n-samples", r"2026_results\.json: n-samples: Field required"),
-    ],
-)
-def test_a_report_without_a_score_or_in_another_form_is_named(
-    scores: dict[str, Any], missing_field: str, message: str, tmp_path: Path
-) -> None:
-    write_report(tmp_path, DIGITS, scores, {"digits": 2}, missing_field)
-    with pytest.raises(UserError, match=message):
+def test_a_report_without_a_score_is_named(tmp_path: Path) -> None:
+    write_report(tmp_path, DIGITS, {"exact_match,none": "N/A"}, {"digits": 2})
+    with pytest.raises(UserError, match=r"gave no exact_match; see the report in"):
+        read_result(tmp_path, DIGITS, SETTINGS, make_model(tmp_path))
+
+
+def test_a_report_in_another_form_is_named(tmp_path: Path) -> None:
+    write_report(tmp_path, DIGITS, {"exact_match,none": 0.5}, {"digits": 2}, without="n-samples")
+    with pytest.raises(UserError, match=r"2026_results\.json: n-samples: Field required"):
         read_result(tmp_path, DIGITS, SETTINGS, make_model(tmp_path))
 
 
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: Callable[..., Path]) -> None:
-    monkeypatch.undo()  # versions are looked up for real
+    monkeypatch.undo()  # without the fixture `harness_versions`, versions are looked up for real
     monkeypatch.setitem(harness.MODULES, "lmms-eval", "no_such_harness")
     with pytest.raises(SystemExit, match=r"^error: no_such_harness missing: pip install -e '.\[evaluation\]'"):
         command_line.main([str(composed()), "--tasks", "digits", "--limit", "1"])
@@ -246,7 +269,7 @@ def test_files_that_answers_depend_on_change_the_fingerprint(
     assert open_model(str(folder)).fingerprint != fingerprint
 
 
-def test_other_files_leave_the_fingerprint(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_files_do_not_change_the_fingerprint(composed: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(composed(), tmp_path / "model"))
     fingerprint = open_model(str(folder)).fingerprint
     (folder / "evaluation.json").write_text("[]")
@@ -267,7 +290,10 @@ def test_a_path_that_harnesses_would_split_is_refused_before_anything_runs(
     with pytest.raises(SystemExit, match=r"^error: .*can't take a path with . in it: rename the folder"):
         command_line.main([str(composed()), str(folder)])
 
-    # The message's other advice, a link, works.
+
+def test_a_link_to_a_folder_with_such_a_path_is_taken(composed: Callable[..., Path], tmp_path: Path) -> None:
+    """The error message gives this advice."""
+    folder = shutil.copytree(composed(), tmp_path / "stage2[1]")
     (tmp_path / "link").symlink_to(folder)
     assert open_model(str(tmp_path / "link")).path == tmp_path / "link"
 
@@ -285,24 +311,38 @@ def test_a_missing_picture_of_the_examples_is_named(tmp_path: Path, monkeypatch:
     with pytest.raises(FileNotFoundError, match=r"^1\.png is not in .*runs/digits/data or .*run the evaluation from"):
         pictures({"image": "1.png"})
 
+
+def test_a_picture_of_the_emoji_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(harness.TASKS))
+    monkeypatch.chdir(tmp_path)
+    pictures = importlib.import_module("llava_rows").pictures
     (tmp_path / "runs/emoji/pictures").mkdir(parents=True)
     Image.new("RGB", (3, 2)).save(tmp_path / "runs/emoji/pictures/1.png")
     (picture,) = pictures({"image": "1.png"})
     assert picture.size == (3, 2)
 
 
-def test_lm_eval_does_not_take_the_models_penalties() -> None:
-    settings = Settings(batch_size=4, num_processes=2, dtype="auto", limit=9)
-    command = build_command(command_line.BENCHMARKS["mmlu"], Path("/m"), settings, Path("/out"))
-    text = " ".join(command)
-    assert "--nproc_per_node 2 -m lm_eval run --model hf-multimodal" in text
-    assert "--gen_kwargs num_beams=1 repetition_penalty=1.0 no_repeat_ngram_size=0 --tasks mmlu" in text
-    assert "--limit 9" in text
+def build_mmlu_command(settings: Settings) -> str:
+    """The command line that runs MMLU."""
+    command = build_command(command_line.BENCHMARKS["mmlu"], Path("/model"), settings, Path("/output"))
+    return " ".join(command)
+
+
+def test_lm_eval_does_not_take_the_penalties_of_the_models_generation_config() -> None:
+    command = build_mmlu_command(SETTINGS)
+    assert "--gen_kwargs num_beams=1 repetition_penalty=1.0 no_repeat_ngram_size=0 --tasks mmlu" in command
+
+
+def test_the_harness_gets_the_number_of_processes_and_the_limit() -> None:
+    command = build_mmlu_command(SETTINGS._replace(num_processes=2, limit=9))
+    assert "--nproc_per_node 2 -m lm_eval run --model hf-multimodal" in command
+    assert command.endswith("--limit 9")
 
 
 def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_thisIsNoToken")
-    # In place of a harness: prints its whole environment, and the beginning of the token that the Hub's client has.
+    # This runs in place of a harness: it prints its whole environment, and the first 7 characters of the token that
+    # the Hub's client finds.
     program = "import os; from huggingface_hub import get_token; print(sorted(os.environ.items()), get_token()[:7])"
     harness.run_harness([sys.executable, "-c", program], tmp_path)
     log = (tmp_path / "log.txt").read_text()
@@ -311,8 +351,9 @@ def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatc
     assert "('PYTHONSAFEPATH', '1')" in log
 
 
-# Below, this program runs in place of a harness. It writes the files that lmms-eval writes for the digits.
-PROGRAM = """
+# In the tests below, this program runs in place of a harness. It writes what lmms-eval writes for the digits: a
+# report, and a row log in which every second of ten answers is right.
+DIGITS_PROGRAM = """
 import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1], "model")
 folder.mkdir()
@@ -324,27 +365,25 @@ report = {
 }
 (folder / "2026_results.json").write_text(json.dumps(report))
 with open(folder / "2026_samples_digits.jsonl", "w") as file:
-    for n in range(10):
-        sample = {"doc_id": n, "target": "x", "input": str(n), "exact_match": float(n % 2)}
+    for number in range(10):
+        sample = {"doc_id": number, "target": "x", "input": str(number), "exact_match": float(number % 2)}
         file.write(json.dumps(sample) + "\\n")
 print("answering")
 """
-
-
 FAILING_PROGRAM = "raise SystemExit(1)"
 
 
 @pytest.fixture
 def started_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the tasks that were started.
+    """The names of the tasks that have been started so far.
 
-    `PROGRAM` runs in place of the digits' harness. All other tasks fail.
+    With this fixture `DIGITS_PROGRAM` runs in place of the digits' harness, and all other tasks fail.
     """
     tasks: list[str] = []
 
     def build_test_command(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
         tasks.append(benchmark.task)
-        program = PROGRAM if benchmark == DIGITS else FAILING_PROGRAM
+        program = DIGITS_PROGRAM if benchmark == DIGITS else FAILING_PROGRAM
         return [sys.executable, "-c", program, str(output)]
 
     monkeypatch.setattr(command_line, "build_command", build_test_command)
@@ -352,21 +391,26 @@ def started_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run_digits(folder: Path, fingerprint: str = "fingerprint", settings: Settings = SETTINGS) -> TaskResult:
-    """Run the digits on a model, unless there is a result."""
+    """Run the digits on a model in this folder, unless the folder holds its result with these settings."""
     return command_line.run_task(DIGITS, make_model(folder, fingerprint), settings)
 
 
 def test_a_result_holds_what_the_harness_wrote(started_tasks: list[str], tmp_path: Path) -> None:
     row = run_digits(tmp_path).evaluation
-    assert (row.dataset, row.split, row.choice) == ("digits", "test", "0-shot")
-    assert (row.value, row.n) == (0.5, 10)
-    # The report gives no error, so it comes from the rows: ten zeros and ones, with variance 1/4 * 10/9.
-    assert row.standard_error == pytest.approx(np.sqrt(0.25 / 9))
+    assert row.dataset == "digits"
+    assert row.split == "test"
+    assert row.choice == "0-shot"
+    assert row.value == 0.5
+    assert row.n == 10
+    # The report gives no error, so it comes from the rows: five zeros and five ones.
+    variance = 10 * 0.5**2 / (10 - 1)
+    assert row.standard_error == pytest.approx(np.sqrt(variance / 10))
     assert (tmp_path / "evaluation/digits/log.txt").read_text() == "answering\n"
 
 
-def test_a_result_is_used_again(started_tasks: list[str], tmp_path: Path) -> None:
-    """The size of batches and the number of processes change no score."""
+def test_a_result_is_used_again_with_another_batch_size_and_number_of_processes(
+    started_tasks: list[str], tmp_path: Path
+) -> None:
     first = run_digits(tmp_path)
     second = run_digits(tmp_path, settings=SETTINGS._replace(batch_size=2, num_processes=4))
     assert second.evaluation == first.evaluation
@@ -413,26 +457,28 @@ def test_a_result_is_kept_if_the_next_run_fails(
     with pytest.raises(UserError, match=r"exited with 1; see .*digits.unfinished/log.txt"):
         run_digits(tmp_path, fingerprint="trained further")
 
-    # The first model's result is still there, so this runs nothing and doesn't fail.
+    # This runs nothing and so doesn't fail, because the result of the model before is still there.
     assert run_digits(tmp_path).evaluation == first.evaluation
 
 
 def test_a_failed_task_fails_the_command_and_not_the_other_tasks(
     started_tasks: list[str], composed: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = [str(shutil.copytree(composed(), tmp_path / name)) for name in ("first", "second")]
+    first = str(shutil.copytree(composed(), tmp_path / "first"))
+    second = str(shutil.copytree(composed(), tmp_path / "second"))
     with pytest.raises(SystemExit, match=rf"^Failed: {first}: pope, {second}: pope\."):
         command_line.main([first, second, "--tasks", "digits", "pope", "digits"])
 
     header, _, digits, pope = capsys.readouterr().out.splitlines()
     assert header == f"| benchmark | {first} | {second} | {second} − {first} (95% interval) | how |"
+    # Half of the digits' ten rows are right, with a standard error of 1/6.
     assert "| 50.0 ± 16.7 | 50.0 ± 16.7 | +0.0 (too few rows that differ) | lmms-eval 1 digits;" in digits
     assert "| POPE | no result | no result | no result |" in pope
     # Each task ran once for each model, though the digits were named twice.
     assert started_tasks == ["digits", "pope", "digits", "pope"]
 
 
-# Rows of evaluation.json that a user added.
+# Rows that a user added to evaluation.json. They name no weights.
 USER_ROWS = [{"task": "own", "value": 0.5, "seed": 42}, {"task": "other", "value": 0.1, "harness": "VLMEvalKit 0.2"}]
 
 
@@ -452,7 +498,7 @@ def test_a_result_is_added_to_the_users_rows(started_tasks: list[str], model_fol
     assert row["weights"] == open_model(str(model_folder)).weights
 
 
-def test_a_run_with_a_limit_leaves_the_results(started_tasks: list[str], model_folder: Path) -> None:
+def test_a_run_with_a_limit_does_not_change_evaluation_json(started_tasks: list[str], model_folder: Path) -> None:
     command_line.main([str(model_folder), "--tasks", "digits", "--limit", "3"])
     assert json.loads((model_folder / "evaluation.json").read_text()) == USER_ROWS
 
@@ -472,56 +518,61 @@ def test_results_of_other_weights_or_of_the_same_task_are_replaced(
 
 
 def render_difference(first: pd.Series, second: pd.Series) -> str:
-    """The table's cell for the difference of two models with these scores of rows."""
+    """The table's cell for the difference of two models that have these scores of rows."""
     results = {
         "a": {"digits": make_result(first.mean(), first)},
         "b": {"digits": make_result(second.mean(), second)},
     }
-    _, _, row = render([DIGITS], results).splitlines()
-    _, _, _, difference, _ = row.split(" | ")
+    _header, _alignment, row = render([DIGITS], results).splitlines()
+    _title, _first_score, _second_score, difference, _how = row.split(" | ")
     return difference
 
 
 def test_a_differences_interval_is_that_of_a_paired_t_test() -> None:
+    # Of 40 rows, the first model is right in about 60%. The second model differs from it in about 20%.
     rng = np.random.default_rng(1)
     first = (rng.random(40) < 0.6).astype(float)
-    second = np.where(rng.random(40) < 0.8, first, 1 - first)
-    low, high = 100 * np.array(ttest_rel(second, first).confidence_interval(0.95))
-    change = 100 * (second.mean() - first.mean())
+    differs = rng.random(40) >= 0.8
+    second = np.where(differs, 1 - first, first)
 
-    # Rows are paired by their index, whatever their order.
-    reversed_second = make_row_scores(second)[::-1]
-    expected = f"{change:+.1f} ({low:+.1f} to {high:+.1f})"
-    assert render_difference(make_row_scores(first), reversed_second) == expected
+    interval = ttest_rel(second, first).confidence_interval(0.95)
+    change = second.mean() - first.mean()
+    expected = f"{100 * change:+.1f} ({100 * interval.low:+.1f} to {100 * interval.high:+.1f})"
+    # The second model's rows are in reversed order, because rows are paired by their index.
+    assert render_difference(make_row_scores(first), make_row_scores(second)[::-1]) == expected
 
 
-def test_a_difference_without_an_interval_says_why() -> None:
+def test_a_difference_has_no_interval_if_one_model_has_more_rows() -> None:
     two_rows = make_row_scores([1.0, 0.0])
     three_rows = make_row_scores([1.0, 0.0, 1.0])
     assert "they answered other questions" in render_difference(two_rows, three_rows)
 
-    one_row_a_group = make_row_scores([1.0, 0.0], "ab")
-    other_scores = make_row_scores([0.0, 1.0], "ab")
-    assert "too few rows that differ" in render_difference(one_row_a_group, other_scores)
+
+def test_a_difference_has_no_interval_if_a_group_has_a_single_row() -> None:
+    first = make_row_scores([1.0, 0.0], "ab")
+    second = make_row_scores([0.0, 1.0], "ab")
+    assert "too few rows that differ" in render_difference(first, second)
 
 
-def test_a_difference_is_the_mean_over_groups() -> None:
+def test_a_differences_interval_weighs_all_groups_alike() -> None:
     """Group "a" has four rows and group "b" two; both count the same."""
     first = make_row_scores([0.0] * 6, "aaaabb")
     second = make_row_scores([1.0, 0.0, 0.0, 0.0, 1.0, 0.0], "aaaabb")
 
+    # The row differences are 1, 0, 0, 0 in group "a", with mean 1/4 and variance 1/4, and 1, 0 in group "b", with mean
+    # 1/2 and variance 1/2.
     mean = (1 / 4 + 1 / 2) / 2
-    # The variances within the groups are 1/4 and 1/2.
     standard_error = np.sqrt((1 / 4) / 4 + (1 / 2) / 2) / 2
-    # Six rows less two groups leave 4 degrees of freedom.
-    half_width = t.ppf(0.975, 4) * standard_error
+    degrees_of_freedom = 6 - 2  # six rows less two groups
+    half_width = t.ppf(0.975, degrees_of_freedom) * standard_error
     interval = f"({100 * (mean - half_width):+.1f} to {100 * (mean + half_width):+.1f})"
     assert render_difference(first, second).endswith(interval)
 
 
 def test_the_mean_is_shown_only_if_all_nine_results_are_there() -> None:
+    # The scores are 0, 10, ..., 80%.
     results = {benchmark.task: make_result(number / 10) for number, benchmark in enumerate(PAPER)}
-    assert "| mean of the 9 | 40.0 |" in render(PAPER, {"m": results})
+    assert "| mean of the 9 | 40.0 |" in render(PAPER, {"model": results})
 
     del results[PAPER[0].task]
-    assert "mean of the 9" not in render(PAPER, {"m": results})
+    assert "mean of the 9" not in render(PAPER, {"model": results})

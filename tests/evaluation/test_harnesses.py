@@ -21,13 +21,13 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
-NUM_ANSWERS = 100
+NUM_QUESTIONS = 100  # about digits
 RunModule = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def run_module(harness_python: Path, tmp_path_factory: pytest.TempPathFactory) -> RunModule:
-    """A function that runs a Python module in the harnesses' environment, offline, in a folder."""
+    """A function that runs a Python module in a folder, offline, with the Python that has the harnesses."""
     offline = {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
@@ -53,7 +53,7 @@ def list_mmlu_subjects(python: Path) -> list[str]:
 
 
 def share_error(share: float, count: int) -> float:
-    """Standard error of a share of right answers, which is a mean of zeros and ones."""
+    """The standard error of a share of right answers out of `count`, which is a mean of zeros and ones."""
     return sqrt(share * (1 - share) / (count - 1))
 
 
@@ -72,7 +72,8 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
     assert completed.returncode == 0, completed.stderr[-5000:]
     rows = read_rows(model)
 
-    # MM-Star has two groups, of 8 and 4 rows, with 6 and 1 right answers.
+    # In which rows "A" is right stands in benchmark_rows.py. MM-Star has two categories, of 8 and 4 rows, with 6 and 1
+    # right answers. Its score is the mean of their means.
     mmstar_error = sqrt(share_error(6 / 8, 8) ** 2 + share_error(1 / 4, 4) ** 2) / 2
     # By task: score, number of rows, standard error.
     expected = {
@@ -95,7 +96,7 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
         else:
             assert rows[task].standard_error == pytest.approx(error), task
 
-    # MMLU has 57 subjects of two rows each, and lm-eval's own error.
+    # MMLU has 57 subjects of two rows each, and lm-eval itself gives an error.
     assert rows["mmlu"].value == pytest.approx(1 / 2)
     assert rows["mmlu"].n == 114
     assert rows["mmlu"].standard_error > 0
@@ -109,12 +110,13 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
 
 @pytest.fixture(scope="module")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds the quickstart's held-out questions where the digits' task looks for them."""
+    """A folder that holds `NUM_QUESTIONS` of the quickstart's kind where the digits' task looks for them."""
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
         scenes = importlib.import_module("scenes")
-        patch.setattr(scenes, "SCENES", {"train": 10, "test": NUM_ANSWERS // scenes.QUESTIONS_PER_TEST_SCENE})
+        num_test_scenes = NUM_QUESTIONS // scenes.QUESTIONS_PER_TEST_SCENE
+        patch.setattr(scenes, "SCENES", {"train": 10, "test": num_test_scenes})
         patch.setattr(scenes, "TEXT_ROWS", 1)
         scenes.write_data(folder / "runs/digits/data")
     return folder
@@ -137,7 +139,7 @@ def read_logged_answers(folder: Path) -> list[str]:
 
 
 def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
-    """The answers of the quickstart's report, cut at the end of the line, where the task ends an answer."""
+    """A model's answers by the code of the quickstart's report. Each is cut at the end of its line, as by the task."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
         report = importlib.import_module("report")
@@ -152,7 +154,7 @@ def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
 def test_both_harnesses_and_the_report_get_the_same_answers(
     run_module: RunModule, composed: Callable[..., Path], digits_folder: Path, tmp_path: Path
 ) -> None:
-    # 100 rows can't be split evenly into batches of 7, by one process or by two.
+    # The questions can't be split evenly into batches of 7, neither all 100 nor the 50 of each of two processes.
     options = ["--tasks", "digits", "digits_lm_eval", "--batch_size", "7"]
     for num_processes in ("1", "2"):
         folder = shutil.copytree(composed(), tmp_path / num_processes / "model")
@@ -160,8 +162,8 @@ def test_both_harnesses_and_the_report_get_the_same_answers(
         assert completed.returncode == 0, completed.stderr[-5000:]
 
     expected = ask_as_the_report_does(composed(), digits_folder / "runs/digits/data")
-    assert len(expected) == NUM_ANSWERS
-    assert len(set(expected)) > 1  # else wrongly ordered answers would pass too
+    assert len(expected) == NUM_QUESTIONS
+    assert len(set(expected)) > 1  # otherwise answers in a wrong order would pass too
 
     for num_processes in ("1", "2"):
         results = tmp_path / num_processes / "model" / "evaluation"

@@ -162,11 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--question", help=f"question for the pictures of a folder (default: {QUESTION})")
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
-    add(
-        "--device_map",
-        default="auto" if torch.cuda.is_available() else None,
-        help="of from_pretrained (default: auto on GPUs)",
-    )
+    add("--device_map", default="auto" if torch.cuda.is_available() else None, help="of from_pretrained; auto on GPUs")
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
@@ -183,7 +179,7 @@ def read_questions(args: argparse.Namespace) -> Questions:
     """
     if args.question is not None and find_pictures(Path(args.data)) is None:
         raise UserError(
-            f"--question is not used, because {args.data} holds rows that have their own questions: leave the option out."
+            f"--question is not used, because {args.data} holds rows with questions of their own: leave it out."
         )
 
     return load_questions(

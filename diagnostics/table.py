@@ -19,7 +19,7 @@ from diagnostics.parts import layer_groups
 
 # An interval holds the true mean with this probability.
 LEVEL = 0.95
-# The columns of the rows that measures return. `modality` is "visual", "text" or empty. A row with a number in `picture`
+# Columns of the rows that measures return. `modality` is "visual", "text" or empty. A row with a number in `picture`
 # holds the value of this picture. A measure that is no mean over pictures has a row without a picture, which holds the
 # value over all pictures, and its other rows hold the pseudo-value of each picture.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]

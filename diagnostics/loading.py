@@ -149,7 +149,7 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
-    """Add the options of the data, and of how a model is loaded, which all commands that measure a model share.
+    """Add the options that all commands share that measure a model: the data, and how the model is loaded.
 
     Args:
         parser: The command's parser.
@@ -178,7 +178,9 @@ def read_questions(args: argparse.Namespace) -> Questions:
         UserError: if there are no questions, or if `--question` is given for data that has questions.
     """
     if args.question is not None and find_pictures(Path(args.data)) is None:
-        raise UserError(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
+        raise UserError(
+            f"--question is not used, because {args.data} holds rows with questions of their own: leave it out."
+        )
 
     return load_questions(
         args.data,
@@ -209,6 +211,7 @@ def load_questions(
     rows: Iterable[Row]
     if paths is None:
         is_on_hub = not find_source(str(data)).is_local
+        # Streamed rows are downloaded one by one, and not the whole dataset.
         rows = load_rows(str(data), image_folder, split=split, streaming=is_on_hub)
     else:
         conversation = [{"from": "human", "value": f"<image>\n{question}"}]

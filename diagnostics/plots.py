@@ -339,7 +339,7 @@ def _mark_norm(axes: Axes, norm: float, colour: str) -> None:
 
 
 def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
-    """A figure with a row of axes for each name, which is the row's title. The horizontal axes are layers."""
+    """A figure, and a row of axes for each name, which is the row's title. Horizontal axes are labelled as layers."""
     size = (WIDTH, 0.6 + 1.8 * len(names))
     figure, rows = plt.subplots(len(names), columns, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(rows, names, strict=True):

@@ -19,9 +19,9 @@ from diagnostics.parts import layer_groups
 
 # An interval holds the true mean with this probability.
 LEVEL = 0.95
-# `modality` is "visual", "text" or empty. A row with a number in `picture` holds the value of this picture. A measure
-# that is no mean over pictures has a row without a picture, which holds the value over all pictures, and its other
-# rows hold the pseudo-value of each picture.
+# Columns of the rows that measures return. `modality` is "visual", "text" or empty. A row with a number in `picture`
+# holds the value of this picture. A measure that is no mean over pictures has a row without a picture, which holds the
+# value over all pictures, and its other rows hold the pseudo-value of each picture.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
 # Measures by layer that are also reported as means over each third of the layers.
 BY_THIRD = ("gap", "norm_ratio", "turning")
@@ -154,7 +154,7 @@ def jackknife_rows(
         modality: As in [`make_rows`].
         layers: As in [`make_rows`].
     """
-    # If there is only one picture, there are no other pictures to compute the statistic of.
+    # A single picture has no pseudo-value, because there are no other pictures: it gets the statistic itself.
     if len(without_each) == 1:
         return make_rows(measure, whole[None], modality, layers, whole)
 
@@ -167,9 +167,9 @@ def jackknife_rows(
 
 def mean_over_layers(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with the mean over layers of each measure by layer. In these rows the layer is missing."""
-    keys = [name for name in rows.columns if name not in ("layer", "value")]
+    group_columns = [name for name in rows.columns if name not in ("layer", "value")]
     by_layer = rows[rows["layer"].notna()]
-    means = by_layer.groupby(keys, dropna=False, sort=False)["value"].mean().reset_index()
+    means = by_layer.groupby(group_columns, dropna=False, sort=False)["value"].mean().reset_index()
     means["layer"] = pd.array([pd.NA] * len(means), dtype="Int64")
     return means[list(rows.columns)]
 
@@ -200,13 +200,13 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
         `low` and `high` are the ends of the interval, NaN for a single picture; `n` is the number of pictures with a
         value.
     """
-    keys = [name for name in rows.columns if name not in ("picture", "value")]
+    group_columns = [name for name in rows.columns if name not in ("picture", "value")]
     has_picture = rows["picture"].notna()
     split = rows.assign(
         value_of_picture=rows["value"].where(has_picture),
         value_over_pictures=rows["value"].where(~has_picture),
     )
-    groups = split.groupby(keys, dropna=False, sort=False).agg(
+    groups = split.groupby(group_columns, dropna=False, sort=False).agg(
         whole=("value_over_pictures", "first"),
         mean=("value_of_picture", "mean"),
         deviation=("value_of_picture", "std"),
@@ -222,7 +222,9 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
     # A measure that is no mean over pictures has its value over all pictures in the place of the mean.
     mean = over_pictures["whole"].fillna(over_pictures["mean"])
-    return over_pictures[keys].assign(mean=mean, low=mean - half_width, high=mean + half_width, n=n.astype("Int64"))
+    return over_pictures[group_columns].assign(
+        mean=mean, low=mean - half_width, high=mean + half_width, n=n.astype("Int64")
+    )
 
 
 def subtract_rows(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
@@ -230,7 +232,7 @@ def subtract_rows(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
 
     Both models were measured on the same pictures in the same order.
     """
-    keys = [name for name in COLUMNS if name != "value"]
-    pairs = first.merge(second, on=keys, suffixes=("_first", "_second"))
+    shared_columns = [name for name in COLUMNS if name != "value"]
+    pairs = first.merge(second, on=shared_columns, suffixes=("_first", "_second"))
     pairs["value"] = pairs["value_second"] - pairs["value_first"]
     return pairs[COLUMNS]

@@ -95,7 +95,6 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
     # If the data has no answers, no dose is better or worse.
     better: list[float] = []
     worse: list[float] = []
-    advice = None
     right_changes: list[Estimate] = []
     loss_changes: list[Estimate] = []
 
@@ -105,7 +104,7 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
         worse = doses_above_zero(by_dose, "loss_change")
         loss_changes = estimates_to_print(by_dose, "loss_change")
 
-    # Where questions have several answers, the share of right answers decides in the place of the loss.
+    # Where questions have several answers, the share of right answers decides instead of the loss.
     right = as_it_is.look("named")
     if right is not None:
         right = clip_share(right)
@@ -113,8 +112,7 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
         worse = doses_below_zero(by_dose, "named_change")
         right_changes = estimates_to_print(by_dose, "named_change")
 
-    if loss is not None:
-        advice = choose_advice(better, worse)
+    advice = None if loss is None else choose_advice(better, worse)
 
     image_norm = get_estimate(as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
     attention_norm = as_it_is.look("attention_update")

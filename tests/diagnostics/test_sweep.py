@@ -24,8 +24,10 @@ from diagnostics.parts import DiagnosticsError, find_decoder
 from diagnostics.scaling import BLANK_PICTURE, OTHER_PICTURE, OWN_PICTURE, scaled
 
 
-# What the small models are asked about each picture.
+# The question about each picture of `data`.
 QUESTION = "what is it?"
+# Index of the picture in `data` whose answer is "dog".
+DOG = 1
 
 
 @contextmanager
@@ -116,8 +118,8 @@ def data(tmp_path: Path, picture: Image.Image) -> Path:
 
 
 def dog_prompt(processor: Any, data: Path) -> Any:
-    """The inputs for the question about 1.png, whose answer is "dog"."""
-    picture = Image.open(data.with_name("1.png")).convert("RGB")
+    """The inputs for the question about the picture whose answer is "dog"."""
+    picture = Image.open(data.with_name(f"{DOG}.png")).convert("RGB")
     return encode_prompts(processor, [make_prompt(QUESTION, picture)])
 
 
@@ -146,11 +148,15 @@ def test_losses_of_a_sweep_are_those_of_passes_by_hand(
     values = values_of(sweep(sharp_model, processor, data).swept)
     dog = processor.tokenizer("dog<|im_end|>", add_special_tokens=False).input_ids
     own = dog_prompt(processor, data)
-    white_picture = Image.new("RGB", (40, 30), "white")  # as large as 1.png
+    white_picture = Image.new("RGB", (40, 30), "white")  # as large as the pictures of `data`
     blank = encode_prompts(processor, [make_prompt(QUESTION, white_picture)])
-    for control, inputs, dose in ((OWN_PICTURE, own, 1.0), (OWN_PICTURE, own, 10.0), (BLANK_PICTURE, blank, 10.0)):
-        expected = loss_by_hand(sharp_model, inputs, dog, dose)
-        assert values["loss", control, dose, 1].item() == pytest.approx(expected, abs=1e-4)
+
+    own_at_1 = loss_by_hand(sharp_model, own, dog, scale=1.0)
+    own_at_10 = loss_by_hand(sharp_model, own, dog, scale=10.0)
+    blank_at_10 = loss_by_hand(sharp_model, blank, dog, scale=10.0)
+    assert values["loss", OWN_PICTURE, 1.0, DOG].item() == pytest.approx(own_at_1, abs=1e-4)
+    assert values["loss", OWN_PICTURE, 10.0, DOG].item() == pytest.approx(own_at_10, abs=1e-4)
+    assert values["loss", BLANK_PICTURE, 10.0, DOG].item() == pytest.approx(blank_at_10, abs=1e-4)
 
 
 def test_changes_are_differences_to_the_own_picture_at_dose_1(
@@ -199,7 +205,7 @@ def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, pr
         before = at_dose_1[0, is_image_token].unflatten(-1, (-1, attention.head_dim))
         after = at_dose_10[0, is_image_token].unflatten(-1, (-1, attention.head_dim))
         expected = 1 - cosine_similarity(before, after, dim=-1).mean().item()
-        assert values[measure, OWN_PICTURE, 10.0, 1] == pytest.approx(expected, abs=1e-5)
+        assert values[measure, OWN_PICTURE, 10.0, DOG] == pytest.approx(expected, abs=1e-5)
 
 
 @torch.no_grad()
@@ -221,9 +227,9 @@ def test_what_layer_1_adds_is_what_its_attention_and_its_mlp_return(
     layer.mlp.register_forward_hook(lambda module, args, output: keep_norm("mlp", output))
     model(**inputs)
 
-    length = values["length", OWN_PICTURE, 1.0, 1].item()
+    length = values["length", OWN_PICTURE, 1.0, DOG].item()
     for part in ("attention", "mlp"):
-        update = values[f"{part}_update", OWN_PICTURE, 1.0, 1].item()
+        update = values[f"{part}_update", OWN_PICTURE, 1.0, DOG].item()
         assert update / length == pytest.approx(norms[part] / norms["entered"], rel=1e-4)
 
 

@@ -27,8 +27,8 @@ class VisionLanguageCollator:
     Every batch has `pixel_values` `(num_images, 3, height, width)`, in the order of the image tokens.
 
     A batch without pictures gets a blank picture, and so does a batch without rows. No other token sees the tokens of
-    the blank picture, and they have no labels, so that the blank picture changes no result. Without a picture the
-    projector would not take part in the loss: a stage that trains only the projector would get no gradient, and
+    the blank picture, and these tokens have no labels, so that the blank picture changes no result. Without a picture
+    the projector would not take part in the loss: a stage that trains only the projector would get no gradient, and
     parallel processes would deadlock.
 
     Args:

@@ -45,7 +45,8 @@ class RunArguments(DatasetArguments, ModelConfig):
     """The arguments of a run that are not in [`TrainingConfig`]: TRL's for model and data, and this project's own."""
 
     attn_implementation: str | None = option(
-        None, "Attention of the language model. Default: varlen with packed_length, else sdpa, or as resumed."
+        None,
+        "Attention of the language model. Default: varlen with packed_length, else sdpa; a resumed run keeps its own.",
     )
     lora_dropout: float = option(0.0, "Dropout before the adapters; TRL's is 0.05.")
     use_bnb_nested_quant: bool = option(True, "Quantize the 4-bit weights' scales too.")
@@ -115,7 +116,9 @@ class TrainingConfig(SFTConfig):
     ddp_timeout: int = option(3 * 3600, "Seconds to wait for the main process, which reads and checks all rows.")
     use_cpu: bool = option(False, "Train on the CPU, as is done where there is no accelerator.")
     torch_compile: bool = option(False, "Compile each layer of the decoder; see docs/train.md for what it refuses.")
-    bf16: bool | None = option(None, "bfloat16 arithmetic. Default: on a GPU, on a CPU fast at it, or as resumed.")
+    bf16: bool | None = option(
+        None, "Compute in bfloat16. Default: true on a GPU and on a CPU fast at it; a resumed run keeps its own."
+    )
 
     def __post_init__(self) -> None:
         if self.output_dir is None:

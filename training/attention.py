@@ -91,6 +91,7 @@ def varlen_attention_forward(
             "set attn_implementation: eager."
         )
 
+    # Rows that are not packed come without the lengths of samples, and always with a mask.
     if cu_seq_lens_q is None or max_length_q is None:
         if attention_mask is None:
             raise UserError(

@@ -3,9 +3,9 @@
 In a pass, each process computes the gradient of one batch. An optimizer step adds up the gradients of
 `accumulation_steps` passes.
 
-A packed batch is one packed row, in which several rows of the data set are joined without padding; these are called
-samples. Packing doesn't change which samples an optimizer step trains on. The packed rows of a step have nearly the
-same length, so that no process waits for another.
+A packed batch is one packed row, in which several rows of the data are joined without padding. The joined rows are
+called samples. Packing doesn't change which samples an optimizer step trains on. The packed rows of a step have nearly
+the same length, so that no process waits for another.
 """
 
 import heapq
@@ -54,11 +54,11 @@ class Batches(Sampler[list[int]]):
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        batches_of_all = self._deal(self._epoch)
+        all_batches = self._deal(self._epoch)
         for pass_index in range(self._num_passes):
             index = pass_index * self._num_processes + self._process_index
-            if index < len(batches_of_all):
-                yield batches_of_all[index]
+            if index < len(all_batches):
+                yield all_batches[index]
             else:
                 yield []
 
@@ -234,17 +234,17 @@ def partition_samples(lengths: list[int], num_rows: int) -> list[list[int]]:
         The indices into `lengths` of each row's samples, in rising order. The longest row comes first.
     """
     packed_rows: list[list[int]] = [[] for _ in range(num_rows)]
-    heap = [(0, row) for row in range(num_rows)]  # the length of each row, and its number
+    heap = [(0, row) for row in range(num_rows)]  # pairs of a row's length and its number, the shortest row first
     longest_first = sorted(range(len(lengths)), key=lambda sample: lengths[sample], reverse=True)
     for sample in longest_first:
-        length, row = heapq.heappop(heap)  # the shortest row
+        length, row = heapq.heappop(heap)
         packed_rows[row].append(sample)
         heapq.heappush(heap, (length + lengths[sample], row))
 
-    def packed_length(samples: list[int]) -> int:
+    def total_length(samples: list[int]) -> int:
         return sum(lengths[sample] for sample in samples)
 
-    packed_rows.sort(key=packed_length, reverse=True)
+    packed_rows.sort(key=total_length, reverse=True)
     return [sorted(samples) for samples in packed_rows]
 
 
@@ -280,7 +280,7 @@ def plan_packing(
                 return False
         return True
 
-    # The number of tokens of the longest sample, if it had a packed row to itself.
+    # The number of tokens of the longest row that a single sample can make.
     longest = int(np.where(has_images, lengths, lengths + blank).max())
     if longest <= packed_length:
         most_steps = samples_per_step // num_processes  # each packed row needs at least one sample
@@ -297,7 +297,7 @@ def plan_packing(
 def require_separate_samples(config: PreTrainedConfig) -> None:
     """Refuse a decoder in which a sample of a packed row influences other samples of the row.
 
-    Convolutions and state spaces do so, and so does attention whose mask doesn't depend on positions.
+    Convolutions and state spaces mix samples, and so does attention whose mask doesn't depend on positions.
 
     Args:
         config: The config of the decoder.

@@ -29,8 +29,8 @@ class VisionLanguageCollator:
     isn't cut into tiles is one tile.
 
     A batch without pictures gets a blank picture, and so does a batch without rows. No other token sees the tokens of
-    the blank picture, and they have no labels, so that the blank picture changes no result. Without a picture the
-    projector would not take part in the loss: a stage that trains only the projector would get no gradient, and
+    the blank picture, and these tokens have no labels, so that the blank picture changes no result. Without a picture
+    the projector would not take part in the loss: a stage that trains only the projector would get no gradient, and
     parallel processes would deadlock.
 
     Args:

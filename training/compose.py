@@ -114,7 +114,7 @@ def compose(
     # Measure the norm that image tokens start at.
     target = None
     if align_norm and projector_norm != "none":
-        # T is measured before embeddings of new tokens are added, which would change it.
+        # Embeddings of new tokens are added later, because they would change T.
         target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
 
     # Choose the image token. New tokens get random embeddings, the first random weights that are made here.
@@ -162,7 +162,7 @@ def compose(
 def convert_llava(
     llava_model_path: str, projector_norm: str = "gwc", *, align_norm: bool = True, norm_target_ratio: float = 1.0
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava from a Llava checkpoint, whose weights it keeps and gives a new norm layer, and its processor.
+    """A NormLlava with the weights of a Llava checkpoint and a new norm layer, and its processor.
 
     Arguments are those of [`compose`]. The checkpoint is loaded by transformers' Llava class, which also reads legacy
     names of weights.
@@ -249,8 +249,8 @@ def make_processor(
     Args:
         model: The model with all of its parts.
         image_processor: An image processor that gives pictures of the encoder's size.
-        tokenizer: The language model's tokenizer. The chat template keeps its chat format if that is possible. It gets
-            a padding token if it has none.
+        tokenizer: The language model's tokenizer. The chat template keeps its chat format if that is possible. The
+            tokenizer gets a padding token if it has none.
         image_token: The token that stands for a picture's features.
         num_additional: Number of tokens that the encoder adds to a picture's patches.
     """

@@ -21,9 +21,9 @@ from training.run import Source
 
 logger = logging.getLogger(__name__)
 
-# Files in `output_dir` that list bad rows: the first file those left out of training, the second those left out of the
-# held-out rows.
+# The file in `output_dir` that lists the bad rows left out of training.
 BAD_ROWS_FILE = "bad_rows.jsonl"
+# The file in `output_dir` that lists the bad rows left out of the held-out rows.
 HELD_OUT_BAD_ROWS_FILE = "held_out_bad_rows.jsonl"
 
 
@@ -34,7 +34,7 @@ def read_rows(
 
     Returns:
         The rows with their tokens, a fingerprint that must be the same when the run is resumed, and a record of each
-        source. The rows of a stream are neither checked nor tokenized, and it has no records of sources.
+        source. The rows of a stream are neither checked nor tokenized, and a stream has no record of its source.
 
     Raises:
         UserError: if the rows can't be loaded, or if a row is bad and `bad_rows` is `"error"`.
@@ -168,7 +168,8 @@ def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int
 
 def mixture_fingerprint(sources: list[Source]) -> str:
     """The fingerprint of all rows of a run, a hash of each source's fingerprint and weight."""
-    content = json.dumps([[source.fingerprint, float(source.weight)] for source in sources])
+    parts = [[source.fingerprint, float(source.weight)] for source in sources]  # with float, 1 is the same as 1.0
+    content = json.dumps(parts)
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -232,7 +232,7 @@ class KeyAlignment:
                     all_keys = all_keys.transpose(1, 2)  # [batch_size, sequence_length, num_heads, head_dim]
                 drawn_keys = all_keys.flatten(0, 1)[self._positions]
                 keys = split_heads(drawn_keys, attention.head_dim)  # [num_heads, num_drawn, head_dim]
-                keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # float32, or float64 if they are
+                keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # at least float32
                 reference = self._references.pop(number, None)
                 # The backward pass computes the losses again, so that only one layer's matrices exist at a time.
                 losses.append(checkpoint(self._layer_losses, keys, reference, visual, text, use_reentrant=False))

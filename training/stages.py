@@ -94,7 +94,9 @@ def prepare_stage(
         # Trained weights are float32, in which small steps are not lost in rounding. The unread layers of a trained
         # encoder are float32 too, because they get its float32 output.
         follows_trained = stage is Stage.INSTRUCT and group.name == UNREAD_VISION
-        dtype = torch.float32 if is_trained or follows_trained else frozen_dtype
+        dtype = frozen_dtype
+        if is_trained or follows_trained:
+            dtype = torch.float32
         parameter.requires_grad_(is_trained)
         parameter.data = parameter.data.to(dtype)
 

@@ -57,8 +57,8 @@ class StreamBatches(IterableDataset):
     collate: Callable[[list[Row]], dict[str, Any]]
     bad_rows: Literal["error", "skip"]
     args: TrainingConfig
-    # For each reader of this process, the state of its share (datasets' `state_dict`) after its last batch that was
-    # trained on. `None` before the first.
+    # The place of each reader of this process: the state of its share (datasets' `state_dict`) after the reader's last
+    # batch that was trained on; `None` before the first batch.
     places: list[dict[str, Any] | None] = field(init=False)
     # The number of the reader whose batch comes next. The readers of a process take turns.
     next_reader: int = field(init=False, default=0)
@@ -85,6 +85,7 @@ class StreamBatches(IterableDataset):
         for row in self.good_rows(share):
             batch.append(row)
             if len(batch) == self.args.per_device_train_batch_size:
+                # What `record_trained` is given when the batch has been trained on.
                 place = {"reader": reader, "rows": share.state_dict()}
                 yield {**self.collate(batch), PLACE: place}
                 batch = []
@@ -109,9 +110,9 @@ class StreamBatches(IterableDataset):
             rank=self.args.process_index * readers_per_process + reader,
             world_size=self.args.world_size * readers_per_process,
         )
-        place = self.places[reader]
-        if place is not None:
-            share.load_state_dict(place)
+        share_state = self.places[reader]
+        if share_state is not None:
+            share.load_state_dict(share_state)
         return share
 
     def good_rows(self, share: datasets.IterableDataset) -> Iterator[Row]:
@@ -142,7 +143,7 @@ class StreamBatches(IterableDataset):
             file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
 
     def record_trained(self, place: dict[str, Any]) -> None:
-        """Record that the run has trained on the batch that has this place under the key `place`."""
+        """Record that the run has trained on a batch, by what the batch has under the key `place`."""
         reader = place["reader"]
         self.places[reader] = place["rows"]
         self.next_reader = (reader + 1) % len(self.places)

@@ -82,11 +82,13 @@ class NormLlavaTrainer(SFTTrainer):
         key_alignment: KeyAlignment | None = None,
         **kwargs: Any,
     ) -> None:
-        # The name of the module of each parameter. The parameters themselves are not kept: FSDP2 replaces them by
+        # The module of each parameter, both by name. The parameters themselves are not kept: FSDP2 replaces them by
         # shards, and a reference to a whole parameter would keep it on the device.
         self._module_names: dict[str, str] = {}
-        # The learning rate of each module that is trained.
+        # The learning rate that the run gives to each module that is trained.
         self._rates: dict[str, float] = {}
+        # The learning rate of each module in the last step. The scheduler changes it from step to step.
+        self._step_rates: dict[str, float] = {}
         for group in groups:
             for parameter_name in group.parameters:
                 self._module_names[parameter_name] = group.name
@@ -261,6 +263,9 @@ class NormLlavaTrainer(SFTTrainer):
         if self._stream is not None:
             self._stream.record_trained(inputs.pop(PLACE))
 
+        # The scheduler sets the optimizer's rates of the next step before the current step is logged.
+        self._step_rates = {group["module"]: group["lr"] for group in self.optimizer.param_groups}
+
         # Every row has supervised tokens, so a batch without supervised tokens has no rows. The collator has given
         # such a batch a token of padding, which isn't counted.
         has_rows = (inputs["labels"] != IGNORED).any()
@@ -291,8 +296,8 @@ class NormLlavaTrainer(SFTTrainer):
         that all logits never exist at once. Without Triton, TRL would compute logits at every position, those of image
         tokens included; here the head gets only the positions before supervised tokens.
         """
-        base = self._unwrapped()
-        head = base.get_output_embeddings()
+        unwrapped = self._unwrapped()
+        head = unwrapped.get_output_embeddings()
         if model.training and isinstance(head, FSDPModule):
             # TRL would gather a sharded head by other means than FSDP2's own, after which FSDP2 would not add up the
             # gradients of the processes.
@@ -300,7 +305,7 @@ class NormLlavaTrainer(SFTTrainer):
 
         positions, next_tokens = supervised_tokens(inputs["labels"])
         inputs = {**inputs, "shift_labels": next_tokens[None]}  # [1, num_supervised]
-        with head_at_positions(base, positions):
+        with head_at_positions(unwrapped, positions):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
 
         if self._key_alignment is None or not model.training:
@@ -346,7 +351,7 @@ class NormLlavaTrainer(SFTTrainer):
         """
         self._add_up_tokens()
         if "loss" in logs:  # not in the logs of an evaluation or of the whole run
-            logs |= self._measurements(logs["learning_rate"])
+            logs |= self._measurements()
 
         # In a resumed run TRL's count of tokens begins at 0, and so does Trainer's epoch if the rows are a stream.
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -363,23 +368,17 @@ class NormLlavaTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def _add_up_tokens(self) -> None:
-        """Add the tokens that all processes have trained on since the last call to the state that checkpoints keep."""
+        """Add the number of tokens since the last call to the trainer's state, summed over processes.
+
+        Checkpoints keep the state, so that a resumed run goes on counting.
+        """
         new_tokens = self._sum_over_processes(torch.tensor(self._num_new_tokens))
         self.state.num_input_tokens_seen += int(new_tokens)
         self._num_new_tokens = 0
 
-    def _measurements(self, logged_rate: float) -> dict[str, float]:
-        """Learning rates and gradient norms by module, norms at the decoder's input, and the losses on keys.
-
-        `logged_rate` is the rate that the optimizer's first group had in the step that is logged.
-        """
-        # The rates in the optimizer are already those of the next step. The scheduler multiplies all rates by the same
-        # factor, so the factor of the logged step follows from the first group's rate.
-        first_module = self.optimizer.param_groups[0]["module"]
-        first_rate = self._rates[first_module]
-        factor = 0.0 if first_rate == 0 else logged_rate / first_rate
-
-        measurements = {f"learning_rate/{name}": rate * factor for name, rate in self._rates.items()}
+    def _measurements(self) -> dict[str, float]:
+        """Learning rates and gradient norms by module, norms at the decoder's input, and the losses on keys."""
+        measurements = {f"learning_rate/{name}": rate for name, rate in self._step_rates.items()}
         measurements |= {f"grad_norm/{name}": norm.item() for name, norm in self._grad_norms.items()}
         measurements |= self._monitor.collect(self._sum_over_processes)
         if self._key_alignment is not None:

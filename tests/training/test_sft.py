@@ -245,3 +245,15 @@ def test_a_small_step_moves_every_value_in_bfloat16_training(
         has_changed = (after[name] - before[name]).abs() > 5e-6
         assert has_changed.float().mean() > 0.98, name
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}  # on a CPU the frozen weights, too
+
+
+def test_the_rates_of_other_modules_are_logged_if_the_common_rate_is_zero(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    # The norm has the common rate. `learning_rate` in the log is the common rate too.
+    rates = {"learning_rate": 0.0, "projector_learning_rate": 2e-4}
+    run(tmp_path, **{**fields, **ONE_STEP, **rates}, stage="align", output_dir=str(tmp_path / "out"))
+    line = read_metrics(tmp_path / "out")[0]
+    assert line["learning_rate"] == 0.0
+    assert line["learning_rate/multi_modal_projector.norm"] == 0.0
+    assert line["learning_rate/multi_modal_projector"] == 2e-4

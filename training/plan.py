@@ -11,7 +11,7 @@ FSDP2 gathers, of CUDA's context and of fragmentation is not counted.
 import argparse
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Batch:
     """The number of supervised tokens in a sample."""
     is_packed: bool
     """Whether all samples are packed into one row."""
+    tiles: int = 1
+    """The number of tiles of a sample's picture, with its thumbnail; 1 if pictures aren't cut."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_args, args = parse_arguments(recipe_options)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
 
-    batch = make_batch(run_args, args, options.tokens, options.supervised)
+    batch = make_batch(run_args, args, options.tokens, options.supervised, options.tiles)
     plan = plan_step(config, run_args, args, batch, options.devices)
 
     num_rows = count_rows(run_args, args, batch, options.devices, options.rows)
@@ -92,11 +94,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds = flops / (options.devices * options.tflops * 1e12)
 
     logger.info(
-        "assumed: %s rows of %d tokens, %d supervised, a picture in each; %g TFLOP/s a device (an H100's peak is "
+        "assumed: %s rows of %d tokens, %d supervised, tiles of its picture: %d; %g TFLOP/s a device (an H100's peak is "
         "989), training alone",
         f"{num_rows:,.0f}",
         options.tokens,
         options.supervised,
+        options.tiles,
         options.tflops,
     )
     logger.info(
@@ -121,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a sample, image tokens included")
     parser.add_argument("--supervised", type=int, default=200, help="supervised tokens of a sample")
+    parser.add_argument("--tiles", type=int, default=1, help="tiles of a sample's picture, with its thumbnail")
     parser.add_argument("--devices", type=int, default=1, help="devices that FSDP2 shards the model over")
     # LLaVA's stage 1 has 558,128 rows.
     parser.add_argument("--rows", type=int, default=558_128, help="rows of the data, unless the recipe has max_steps")
@@ -128,12 +132,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_batch(run_args: RunArguments, args: TrainingConfig, tokens: int, supervised: int) -> Batch:
-    """A device's batch by a recipe, if each sample has `tokens` tokens, of which `supervised` are supervised."""
+def make_batch(run_args: RunArguments, args: TrainingConfig, tokens: int, supervised: int, tiles: int) -> Batch:
+    """A device's batch by a recipe. The last three arguments are fields of [`Batch`]."""
     if run_args.packed_length is None:
-        return Batch(args.per_device_train_batch_size, tokens, supervised, is_packed=False)
+        return Batch(args.per_device_train_batch_size, tokens, supervised, is_packed=False, tiles=tiles)
     samples = max(run_args.packed_length // tokens, 1)
-    return Batch(samples, tokens, supervised, is_packed=True)
+    return Batch(samples, tokens, supervised, is_packed=True, tiles=tiles)
 
 
 def count_rows(run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int, num_data_rows: int) -> float:
@@ -210,8 +214,9 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
     Raises:
         UserError: in the cases that [`plan_step`] names.
     """
-    if batch.tokens < config.image_seq_length + batch.supervised:
-        needed = f"{config.image_seq_length} tokens of its picture and {batch.supervised} supervised ones"
+    image_tokens = config.image_seq_length * batch.tiles  # the config counts those of one tile
+    if batch.tokens < image_tokens + batch.supervised:
+        needed = f"{image_tokens} tokens of its picture and {batch.supervised} supervised ones"
         raise UserError(f"A sample of {batch.tokens} tokens can't hold the {needed}: set --tokens and --supervised.")
     if run_args.load_in_4bit or not args.optim.value.startswith(("adamw_torch", "sgd")):
         raise UserError("Not planned: 4-bit weights, and other optimizers than adamw_torch, adamw_torch_fused, sgd.")
@@ -231,7 +236,7 @@ def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingC
 
 def count_flops(trained: nn.Module, batch: Batch) -> int:
     """Model FLOPs of one pass, forward and backward, with each sample in a row of its own."""
-    unpacked = Batch(batch.samples, batch.tokens, batch.supervised, is_packed=False)
+    unpacked = replace(batch, is_packed=False)
     with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
         compute_loss(trained, unpacked).backward()
     return counter.get_total_flops()
@@ -273,7 +278,7 @@ def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
     num_rows = 1 if batch.is_packed else batch.samples
 
     vision = model.config.vision_config
-    pixel_values = torch.empty(batch.samples, vision.num_channels, vision.image_size, vision.image_size)
+    pixel_values = torch.empty(batch.samples * batch.tiles, vision.num_channels, vision.image_size, vision.image_size)
     features_of_images = model.model.get_image_features(pixel_values).pooler_output
     features = torch.cat(list(features_of_images))  # [num_image_tokens, hidden_size]
     num_text_tokens = num_tokens - len(features)

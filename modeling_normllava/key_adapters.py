@@ -149,13 +149,14 @@ def list_attentions(decoder: nn.Module) -> list[Any]:
     Raises:
         ValueError: if the decoder has no layers, or a layer has no linear `k_proj`.
     """
+    layers: Any = getattr(decoder, "layers", [])
     attentions = []
-    for layer in getattr(decoder, "layers", []):
+    for layer in layers:
         attention = getattr(layer, "self_attn", None)
         if isinstance(getattr(attention, "k_proj", None), nn.Linear):
             attentions.append(attention)
 
-    if not attentions or len(attentions) < len(decoder.layers):
+    if not attentions or len(attentions) < len(layers):
         raise ValueError(
             "Key adapters need a decoder whose layers have a linear self_attn.k_proj; those of "
             f"{type(decoder).__name__} have none."

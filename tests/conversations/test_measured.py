@@ -100,7 +100,9 @@ def find_problems(tokens: Dataset) -> dict[int, str]:
     return {number: problem for number, problem in enumerate(tokens["problem"]) if problem}
 
 
-def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, tokenize: RowTokenizer) -> None:
+@pytest.fixture
+def mixed_rows(tmp_path: Path) -> Path:
+    """A file of ten rows, of which the rows 3, 5, 6 and 7 are bad."""
     answers = [f"answer {number}" for number in range(10)]
     answers[3] = "   "
     answers[6] = "half of a surrogate pair: \ud800"
@@ -108,9 +110,11 @@ def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, toke
     path = write_rows(tmp_path, *answers)
     picture = tmp_path / "pictures" / "5.png"
     picture.write_bytes(picture.read_bytes()[:40])  # a torn file
+    return path
 
-    report_file = tmp_path / "out" / "bad.jsonl"
-    good, _ = check_rows(read_rows(path), RowCheck(tokenize), report_file, "skip")
+
+def test_good_rows_get_their_tokens(tmp_path: Path, mixed_rows: Path, tokenize: RowTokenizer) -> None:
+    good, _ = check_rows(read_rows(mixed_rows), RowCheck(tokenize), tmp_path / "bad.jsonl", "skip")
     assert [row_number(row) for row in good] == ["0", "1", "2", "4", "8", "9"]
     for row in good:
         assert row["num_tiles"] == 1
@@ -120,6 +124,10 @@ def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, toke
         assert json.loads(row["conversations"])[1]["value"].startswith("answer")
     assert row_lengths(good).tolist() == [row["length"] for row in good]
 
+
+def test_bad_rows_that_are_left_out_are_listed(tmp_path: Path, mixed_rows: Path, tokenize: RowTokenizer) -> None:
+    report_file = tmp_path / "out" / "bad.jsonl"
+    check_rows(read_rows(mixed_rows), RowCheck(tokenize), report_file, "skip")
     bad_rows = [json.loads(line) for line in report_file.read_text().splitlines()]
     problems = {row_number(row): row["problem"] for row in bad_rows}
     assert list(problems) == ["3", "5", "6", "7"]
@@ -128,8 +136,10 @@ def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, toke
     assert "the text can't be tokenized" in problems["6"]
     assert "more than max_length 200" in problems["7"]
 
+
+def test_without_skip_the_first_bad_row_is_named(tmp_path: Path, mixed_rows: Path, tokenize: RowTokenizer) -> None:
     with pytest.raises(BadRowError, match=r"row 3: no assistant turn.* 4 of 10 rows are bad; fix the data, or leave"):
-        check_rows(read_rows(path), RowCheck(tokenize), report_file, "error")
+        check_rows(read_rows(mixed_rows), RowCheck(tokenize), tmp_path / "bad.jsonl", "error")
 
 
 def test_two_processes_give_the_fingerprint_of_one(tmp_path: Path, tokenize: RowTokenizer) -> None:

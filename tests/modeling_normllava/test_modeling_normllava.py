@@ -193,6 +193,7 @@ def test_a_missing_lm_head_is_refused_by_the_class_that_has_one(composed: Callab
 
 @pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight"])
 def test_a_weight_that_the_model_lacks_is_refused(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    """The model's head has no bias, and its decoder's layers are 0 and 1."""
     folder = copy_with_changed_weights(composed(), tmp_path / "more", lambda weights: {**weights, name: torch.ones(3)})
     named_weight = re.escape(name.removeprefix("model."))
     for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):

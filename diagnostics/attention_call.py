@@ -56,7 +56,7 @@ class AttentionCalls(ExitStack):
         self._queries = queries
         self._key_positions = key_positions
         self._length = length
-        # For each module inside a layer, the number of this layer.
+        # For each module inside the layers, the number of its layer.
         self._layer_numbers: dict[nn.Module, int] = {}
         for number, layer in layers.items():
             for module in layer.modules():

@@ -322,15 +322,15 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
         for name, maps in models.items():
             figure_rows.append((name, maps[number]))
 
-    all_maps = [attention_map for _, attention_map in figure_rows]
+    all_maps = [word_map for _, word_map in figure_rows]
     scale = choose_scale(all_maps)
 
     # The first column shows the picture, each other column a layer.
-    num_columns = 1 + max(len(attention_map.layers) for attention_map in all_maps)
+    num_columns = 1 + max(len(word_map.layers) for word_map in all_maps)
     # Sizes are in inches. 0.6 of the width is for margins, 0.6 of the height for the colour bar, 0.42 of a row for
     # text.
     column_width = (WIDTH - 0.6) / num_columns
-    height_over_width = max(attention_map.picture.height / attention_map.picture.width for attention_map in all_maps)
+    height_over_width = max(word_map.picture.height / word_map.picture.width for word_map in all_maps)
     row_height = height_over_width * column_width + 0.42
     figure, axes = plt.subplots(
         len(figure_rows),
@@ -342,12 +342,12 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
     for axis in axes.flat:
         axis.axis("off")
 
-    for row_of_axes, (name, attention_map) in zip(axes, figure_rows, strict=True):
-        row_of_axes[0].imshow(attention_map.picture)
+    for row_of_axes, (name, word_map) in zip(axes, figure_rows, strict=True):
+        row_of_axes[0].imshow(word_map.picture)
         row_of_axes[0].set_title(name[-40:], loc="left", fontweight="bold")  # of a long path, the end says most
-        text_on_one_line = " ".join(attention_map.text.split())
-        row_of_axes[1].set_title(f"“{attention_map.word}” in: {text_on_one_line[:60]}", loc="left")
-        _draw_map(row_of_axes[1:], attention_map, scale)
+        text_on_one_line = " ".join(word_map.text.split())
+        row_of_axes[1].set_title(f"“{word_map.word}” in: {text_on_one_line[:60]}", loc="left")
+        _draw_map(row_of_axes[1:], word_map, scale)
 
     bar = figure.colorbar(
         ScalarMappable(scale, COLOURS), ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5, pad=0.02
@@ -361,31 +361,31 @@ def choose_scale(maps: Sequence[AttentionMap]) -> Normalize:
 
     It reaches at least to 2, so that small differences in nearly even attention aren't drawn in strong colours.
     """
-    all_weights = np.concatenate([relative_weights(attention_map).ravel() for attention_map in maps])
+    all_weights = np.concatenate([relative_weights(word_map).ravel() for word_map in maps])
     quantile = float(np.quantile(all_weights, SCALE_QUANTILE))
     return Normalize(0, max(2.0, quantile))
 
 
-def relative_weights(attention_map: AttentionMap) -> np.ndarray:
+def relative_weights(word_map: AttentionMap) -> np.ndarray:
     """A map's weights in multiples of the mean of their layer, `(num_layers, num_rows, num_columns)`."""
-    means = attention_map.weights.mean(axis=(1, 2), keepdims=True)
+    means = word_map.weights.mean(axis=(1, 2), keepdims=True)
     nonzero_means = np.maximum(means, 1e-12)  # a layer may give the picture no attention
-    return attention_map.weights / nonzero_means
+    return word_map.weights / nonzero_means
 
 
-def _draw_map(axes: Sequence[Axes], attention_map: AttentionMap, scale: Normalize) -> None:
+def _draw_map(axes: Sequence[Axes], word_map: AttentionMap, scale: Normalize) -> None:
     """Draw each layer's attention over the picture in grey. The stronger attention is, the less transparent it is."""
-    grey = attention_map.picture.convert("L")
+    grey = word_map.picture.convert("L")
     # Edges of the picture (left, right, bottom, top), so that the patches are stretched over all of it.
     extent = (-0.5, grey.width - 0.5, grey.height - 0.5, -0.5)
 
-    relative = relative_weights(attention_map)
-    for number, layer in enumerate(attention_map.layers):
+    relative = relative_weights(word_map)
+    for number, layer in enumerate(word_map.layers):
         axis = axes[number]
         axis.imshow(grey, cmap="gray", vmin=0, vmax=255)
         opacity = MAX_OPACITY * np.clip(scale(relative[number]), 0, 1)
         axis.imshow(relative[number], extent=extent, cmap=COLOURS, norm=scale, alpha=opacity, interpolation="nearest")
 
-        share = attention_map.weights[number].sum()
+        share = word_map.weights[number].sum()
         label = f"layer {layer}, {share:.0%} on picture"
         axis.text(0.5, -0.04, label, fontsize=7, ha="center", va="top", transform=axis.transAxes)

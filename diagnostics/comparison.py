@@ -157,7 +157,7 @@ def compare(
     comparisons = measure_models(
         named_models, questions, data_name, layers=layers, sweep=sweep, attention_word=attention_word
     )
-    *_, comparison_of_all_models = comparisons
+    *_, comparison_of_all_models = comparisons  # each comparison has one model more than the one before it
     return comparison_of_all_models
 
 

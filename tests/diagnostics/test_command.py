@@ -82,35 +82,65 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
     assert page.count("<img") == len(figures)
 
 
-def test_what_is_refused_before_a_model_is_loaded(
-    backbones: Callable[[str], Path],
-    composed: Composed,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The arguments of each call that should load a model. None is loaded."""
     loaded: list[object] = []
     monkeypatch.setattr("diagnostics.__main__.load_model", lambda *args, **kwargs: loaded.append(args))
-    output = tmp_path / "report"
+    return loaded
 
-    with pytest.raises(SystemExit, match=f"{tmp_path}/none: there is no such folder"):
-        run("--model", composed(), f"{tmp_path}/none", "--data", data, "--output_dir", output)
+
+def test_a_second_model_that_is_missing_is_refused_before_the_first_is_loaded(
+    composed: Composed, data: Path, tmp_path: Path, loaded_models: list[object]
+) -> None:
+    missing = tmp_path / "none"
+    output = tmp_path / "report"
+    with pytest.raises(SystemExit, match=f"{missing}: there is no such folder"):
+        run("--model", composed(), missing, "--data", data, "--output_dir", output)
+    assert loaded_models == []
+    assert not output.exists()
+
+
+def test_a_language_model_is_refused_before_a_model_is_loaded(
+    composed: Composed, backbones: Callable[[str], Path], data: Path, tmp_path: Path, loaded_models: list[object]
+) -> None:
+    output = tmp_path / "report"
     with pytest.raises(SystemExit, match="qwen2 takes no pictures, it has only a tokenizer"):
         run("--model", composed(), backbones("qwen2"), "--data", data, "--output_dir", output)
+    assert loaded_models == []
+    assert not output.exists()
+
+
+def test_two_models_with_the_same_name_are_refused(
+    composed: Composed, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], loaded_models: list[object]
+) -> None:
+    output = tmp_path / "report"
     with pytest.raises(SystemExit):
         run("--model", composed(), composed(), "--data", data, "--output_dir", output)
     assert "two models have the same name" in capsys.readouterr().err
-
-    texts = tmp_path / "texts.json"
-    texts.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
-    with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
-        run("--model", composed(), "--data", texts, "--output_dir", output)
+    assert loaded_models == []
     assert not output.exists()
 
+
+def test_data_without_pictures_is_refused_before_a_model_is_loaded(
+    composed: Composed, tmp_path: Path, loaded_models: list[object]
+) -> None:
+    texts = tmp_path / "texts.json"
+    texts.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
+    output = tmp_path / "report"
+    with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
+        run("--model", composed(), "--data", texts, "--output_dir", output)
+    assert loaded_models == []
+    assert not output.exists()
+
+
+def test_a_word_that_no_question_has_is_refused_before_a_model_is_loaded(
+    composed: Composed, data: Path, tmp_path: Path, loaded_models: list[object]
+) -> None:
+    output = tmp_path / "report"
     with pytest.raises(SystemExit, match=r'error: --attention_map: no question .* has "zebra"'):
         run("--model", composed(), "--data", data, "--attention_map", "zebra", "--output_dir", output)
-    assert loaded == []
+    assert loaded_models == []
 
 
 def record_all(model: PreTrainedModel, processor: Any, questions: Sequence[Question]) -> list[Record]:

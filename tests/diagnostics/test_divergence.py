@@ -6,86 +6,133 @@ from scipy.integrate import quad
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import norm
 
-from diagnostics.divergence import BINS, histogram_divergence, jensen_shannon, measure_divergence
+from diagnostics.divergence import BINS, SetPairs, histogram_divergence, jensen_shannon, measure_divergence
 
 
-FIRST_AND_SECOND = (np.array([[True, False]]), np.array([[False, True]]))
+# One pair of sets: group 0, and group 1.
+TWO_GROUPS: SetPairs = (np.array([[True, False]]), np.array([[False, True]]))
 
 
 def divergence_of_normals(distance: float) -> float:
-    """Bits between two normal distributions with deviation 1, by the definition's integral."""
+    """Bits between two normal distributions with deviation 1 whose means are at this distance, by the integral."""
 
     def integrand(x: float) -> float:
-        first, second = norm.pdf(x), norm.pdf(x, distance)
+        first = norm.pdf(x)
+        second = norm.pdf(x, distance)
         mixture = (first + second) / 2
         return (first * np.log2(first / mixture) + second * np.log2(second / mixture)) / 2
 
-    return quad(integrand, -8, 8 + distance, limit=200)[0]
+    # Eight deviations beyond both means, there is nothing left to integrate.
+    return quad(integrand, -8, distance + 8, limit=200)[0]
 
 
 @pytest.mark.parametrize("distance", [0.5, 1.5, 3.0])
-def test_two_normal_distributions(distance: float) -> None:
+def test_two_normal_distributions_have_the_divergence_of_their_densities(distance: float) -> None:
     rng = np.random.default_rng(0)
-    points = np.concatenate([rng.normal(size=100_000), rng.normal(size=100_000) + distance])[:, None]
     groups = np.repeat([0, 1], 100_000)
-    (divergence,) = histogram_divergence(points, groups, FIRST_AND_SECOND)
+    points = rng.normal(size=(200_000, 1))
+    points[groups == 1] += distance
+    (divergence,) = histogram_divergence(points, groups, TWO_GROUPS)
     assert divergence == pytest.approx(divergence_of_normals(distance), rel=0.02)
 
 
 def test_components_count_by_their_variance() -> None:
-    """Along the first axis, with four fifths of the variance, the sets differ; along the second they don't."""
+    """Along one component the groups are 3 deviations apart, along the other they are alike."""
     rng = np.random.default_rng(0)
-    points = rng.normal(size=(200_000, 2))
     groups = np.repeat([0, 1], 100_000)
-    points[:, 0] += 3 * groups
+    points = rng.normal(size=(200_000, 2))
+    points[groups == 1, 0] += 3
+
+    # The first axis gets a variance of 4, which is four fifths of the variance of both.
     points[:, 0] *= 2 / points[:, 0].std()
+    # The axes are turned, so that PCA has to find them.
     turn = np.array([[0.6, 0.8], [-0.8, 0.6]])
-    (divergence,) = histogram_divergence(points @ turn, groups, FIRST_AND_SECOND)
+    (divergence,) = histogram_divergence(points @ turn, groups, TWO_GROUPS)
     assert divergence == pytest.approx(0.8 * divergence_of_normals(3.0), rel=0.02)
 
 
-def test_the_same_set_and_disjoint_ones() -> None:
-    rng = np.random.default_rng(0)
-    half = rng.normal(size=(500, 1))
+@pytest.mark.parametrize(
+    ("shift", "expected"),
+    [
+        pytest.param(0, 0, id="the same points"),
+        pytest.param(20, 1, id="points without a common value"),
+    ],
+)
+def test_the_divergence_is_0_for_equal_sets_and_1_for_disjoint_ones(shift: float, expected: float) -> None:
+    points = np.random.default_rng(0).normal(size=(500, 1))
+    both_sets = np.concatenate([points, points + shift])
     groups = np.repeat([0, 1], 500)
-    assert histogram_divergence(np.concatenate([half, half]), groups, FIRST_AND_SECOND) == pytest.approx([0])
-    assert histogram_divergence(np.concatenate([half, half + 20]), groups, FIRST_AND_SECOND) == pytest.approx([1])
-    assert histogram_divergence(np.zeros((1000, 4)), groups, FIRST_AND_SECOND) == [0]
+    assert histogram_divergence(both_sets, groups, TWO_GROUPS) == pytest.approx([expected])
+
+
+def test_the_divergence_of_points_that_are_all_the_same_is_0() -> None:
+    groups = np.repeat([0, 1], 500)
+    assert histogram_divergence(np.zeros((1000, 4)), groups, TWO_GROUPS) == [0]
 
 
 def test_one_outlier_changes_little() -> None:
-    """With bins of equal width it would put all others into one bin."""
-    rng = np.random.default_rng(0)
+    """If bins had the same width, an outlier would leave all other points in one bin."""
     groups = np.repeat([0, 1], 500)
-    points = rng.normal(size=(1000, 1)) + 2 * groups[:, None]
-    (before,) = histogram_divergence(points, groups, FIRST_AND_SECOND)
+    points = np.random.default_rng(0).normal(size=(1000, 1))
+    points[groups == 1] += 2
+    (without_outlier,) = histogram_divergence(points, groups, TWO_GROUPS)
+
     points[0] = 1e4
-    assert histogram_divergence(points, groups, FIRST_AND_SECOND) == pytest.approx([before], abs=0.01)
+    (with_outlier,) = histogram_divergence(points, groups, TWO_GROUPS)
+    assert with_outlier == pytest.approx(without_outlier, abs=0.01)
 
 
-def test_it_is_the_square_of_the_distance() -> None:
-    counts = np.random.default_rng(0).integers(0, 9, (2, 50, BINS))
-    assert jensen_shannon(*counts) == pytest.approx(jensenshannon(*counts, base=2, axis=1) ** 2)
-    # scipy takes the root of -1e-17 here.
-    assert jensen_shannon(np.array([1.0, 2.0, 3.0]), np.array([0.1, 0.2, 0.3])) == pytest.approx(0, abs=1e-15)
-
-
-def test_the_floor_is_the_divergence_of_tokens_that_are_alike() -> None:
-    """Twelve pictures, each with a group of image tokens and a group of text tokens."""
+def test_the_divergence_is_the_square_of_scipys_distance() -> None:
     rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(24), 20)
-    observed = (np.arange(24)[None] < 12, np.arange(24)[None] >= 12)
-    order = np.array([rng.permutation(12) for _ in range(50)])
-    nothing = np.zeros_like(order, dtype=bool)
-    in_first, in_second = np.hstack([order < 6, nothing]), np.hstack([order >= 6, nothing])
-    halves = (np.concatenate([in_first, in_first[:, ::-1]]), np.concatenate([in_second, in_second[:, ::-1]]))
+    first = rng.integers(0, 9, (50, BINS))  # 50 histograms
+    second = rng.integers(0, 9, (50, BINS))
+    assert jensen_shannon(first, second) == pytest.approx(jensenshannon(first, second, base=2, axis=1) ** 2)
 
-    alike = rng.normal(size=(3, len(groups), 8))
-    apart = alike + 2 * (groups >= 12)[None, :, None]
-    found_alike = measure_divergence(alike, groups, observed, halves)
-    found_apart = measure_divergence(apart, groups, observed, halves)
-    assert found_alike["jsd"] < found_alike["jsd_halves"] < 0.1
-    assert found_apart["jsd"] > 5 * found_apart["jsd_halves"]
 
-    no_ways = (np.zeros((0, 24), dtype=bool), np.zeros((0, 24), dtype=bool))
-    assert set(measure_divergence(alike, groups, observed, no_ways)) == {"jsd"}
+def test_rounding_does_not_make_the_divergence_nan() -> None:
+    """Both histograms have the same shares. scipy's distance is NaN, as the root of -1e-17."""
+    divergence = jensen_shannon(np.array([1.0, 2.0, 3.0]), np.array([0.1, 0.2, 0.3]))
+    assert divergence == pytest.approx(0, abs=1e-15)
+
+
+NUM_PICTURES = 12
+# Groups 0 to 11 are the image tokens of twelve pictures, groups 12 to 23 their text tokens. A group has 20 tokens.
+NUM_GROUPS = 2 * NUM_PICTURES
+GROUPS = np.repeat(np.arange(NUM_GROUPS), 20)
+# One pair of sets: all image tokens, and all text tokens.
+IMAGE_AND_TEXT: SetPairs = (np.arange(NUM_GROUPS)[None] < NUM_PICTURES, np.arange(NUM_GROUPS)[None] >= NUM_PICTURES)
+
+
+def split_pictures(rng: np.random.Generator, num_splits: int) -> SetPairs:
+    """Image tokens, and then text tokens, of a random half of the pictures and of the other half."""
+    first_sets = np.zeros((2 * num_splits, NUM_GROUPS), dtype=bool)
+    second_sets = np.zeros((2 * num_splits, NUM_GROUPS), dtype=bool)
+    for split in range(num_splits):
+        order = rng.permutation(NUM_PICTURES)
+        first_half = order[: NUM_PICTURES // 2]
+        second_half = order[NUM_PICTURES // 2 :]
+        first_sets[split, first_half] = True
+        second_sets[split, second_half] = True
+        first_sets[num_splits + split, NUM_PICTURES + first_half] = True
+        second_sets[num_splits + split, NUM_PICTURES + second_half] = True
+    return first_sets, second_sets
+
+
+def test_the_floor_tells_modalities_that_are_alike_from_modalities_that_are_apart() -> None:
+    rng = np.random.default_rng(0)
+    halves = split_pictures(rng, num_splits=50)
+    heads_alike = rng.normal(size=(3, len(GROUPS), 8))  # [num_heads, num_tokens, head_dim]
+    heads_apart = heads_alike.copy()
+    heads_apart[:, GROUPS >= NUM_PICTURES] += 2
+
+    alike = measure_divergence(heads_alike, GROUPS, IMAGE_AND_TEXT, halves)
+    assert alike["jsd"] < alike["jsd_halves"] < 0.1
+    apart = measure_divergence(heads_apart, GROUPS, IMAGE_AND_TEXT, halves)
+    assert apart["jsd"] > 5 * apart["jsd_halves"]
+
+
+def test_without_halves_there_is_no_floor() -> None:
+    rng = np.random.default_rng(0)
+    heads = rng.normal(size=(3, len(GROUPS), 8))
+    no_halves = split_pictures(rng, num_splits=0)
+    assert set(measure_divergence(heads, GROUPS, IMAGE_AND_TEXT, no_halves)) == {"jsd"}

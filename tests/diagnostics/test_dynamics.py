@@ -14,22 +14,58 @@ from diagnostics import dynamics, measure
 from diagnostics.loading import load_model
 
 
-def test_the_command_measures_each_checkpoint_once_and_draws_the_run(
-    composed: Callable[..., Path], picture: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = tmp_path / "rows.json"
+@pytest.fixture
+def data(tmp_path: Path, picture: Image.Image) -> Path:
+    """A JSON file with the same question about three pictures."""
     rows = []
     for number in range(3):
         picture.rotate(24 * number).save(tmp_path / f"{number}.png")
         turns = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": f"number {number}"}]
         rows.append({"image": f"{number}.png", "conversations": turns})
-    data.write_text(json.dumps(rows))
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    return path
 
-    # The run starts from a model that is the same as its checkpoint 10.
-    start = str(composed())
+
+@pytest.fixture
+def run(tmp_path: Path, composed: Callable[..., Path]) -> Path:
+    """A run whose checkpoint 5 has no norm after the projector, and whose checkpoint 10 has one."""
     run = tmp_path / "run"
     shutil.copytree(composed(projector_norm="none"), run / "checkpoint-5")
     shutil.copytree(composed(projector_norm="gwc"), run / "checkpoint-10")
+    return run
+
+
+def measure_run(run: Path, data: Path, *options: str) -> pd.DataFrame:
+    """Run the command on the first two questions, and read the file that it writes."""
+    dynamics.main(["--run", str(run), "--data", str(data), "--num_samples", "2", *options])
+    return pd.read_csv(run / "dynamics.csv")
+
+
+def rows_of_step(table: pd.DataFrame, step: int) -> pd.DataFrame:
+    """The rows of a step, without the step itself, so that steps can be compared."""
+    return table[table["step"] == step].drop(columns="step").reset_index(drop=True)
+
+
+def test_the_file_has_the_measures_of_start_and_checkpoints(
+    run: Path, data: Path, composed: Callable[..., Path]
+) -> None:
+    start = str(composed())  # the same model as checkpoint 10
+    table = measure_run(run, data, "--start", start)
+    assert (run / "dynamics.png").stat().st_size > 10_000
+    assert table["step"].unique().tolist() == [0, 5, 10]
+
+    expected = measure(*load_model(start), data, num_samples=2, layers=[]).rows
+    for step in (0, 10):
+        rows = rows_of_step(table, step)
+        assert rows["measure"].tolist() == expected["measure"].tolist()
+        assert rows["value"].tolist() == pytest.approx(expected["value"].tolist())
+
+
+def test_only_checkpoints_that_are_new_or_replaced_are_measured(
+    run: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table_before = measure_run(run, data)
 
     loaded: list[str] = []
 
@@ -38,34 +74,24 @@ def test_the_command_measures_each_checkpoint_once_and_draws_the_run(
         return load_model(name, **options)
 
     monkeypatch.setattr(dynamics, "load_model", note_and_load)
-
-    def run_command(*options: str) -> pd.DataFrame:
-        arguments = ["--run", str(run), "--data", str(data), "--num_samples", "2", "--start", start]
-        dynamics.main([*arguments, *options])
-        return pd.read_csv(run / "dynamics.csv")
-
-    def rows_of_step(table: pd.DataFrame, step: int) -> pd.DataFrame:
-        return table[table["step"] == step].drop(columns="step").reset_index(drop=True)
-
-    first_table = run_command()
-    assert (run / "dynamics.png").stat().st_size > 10_000
-    assert first_table["step"].unique().tolist() == [0, 5, 10]
-    expected = measure(*load_model(start), data, num_samples=2, layers=[]).rows
-    for step in (0, 10):
-        measured = rows_of_step(first_table, step)
-        assert measured["measure"].tolist() == expected["measure"].tolist()
-        assert measured["value"].tolist() == pytest.approx(expected["value"].tolist())
-
     # Checkpoint 5 is replaced, as by a resumed run, and checkpoint 15 is new. Both are now the same as checkpoint 10.
-    loaded.clear()
     shutil.copytree(run / "checkpoint-10", run / "checkpoint-5", dirs_exist_ok=True)
     shutil.copytree(run / "checkpoint-10", run / "checkpoint-15")
-    second_table = run_command()
-    assert loaded == ["checkpoint-5", "checkpoint-15"]
-    pd.testing.assert_frame_equal(rows_of_step(second_table, 0), rows_of_step(first_table, 0))
-    for step in (5, 10, 15):
-        pd.testing.assert_frame_equal(rows_of_step(second_table, step), rows_of_step(first_table, 10))
+    table = measure_run(run, data)
 
-    for option in (("--num_samples", "3"), ("--dtype", "bfloat16")):
-        with pytest.raises(SystemExit, match="holds rows of other questions or another dtype"):
-            run_command(*option)
+    assert loaded == ["checkpoint-5", "checkpoint-15"]
+    for step in (5, 10, 15):
+        pd.testing.assert_frame_equal(rows_of_step(table, step), rows_of_step(table_before, 10))
+
+
+@pytest.mark.parametrize("option", [("--num_samples", "3"), ("--dtype", "bfloat16")])
+def test_other_questions_or_another_dtype_are_refused(run: Path, data: Path, option: tuple[str, str]) -> None:
+    measure_run(run, data)
+    with pytest.raises(SystemExit, match="holds rows of other questions or another dtype"):
+        measure_run(run, data, *option)
+
+
+def test_a_copy_of_a_checkpoint_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-10-copy").mkdir()
+    assert dynamics.find_models(tmp_path, start=None) == {5: str(tmp_path / "checkpoint-5")}

@@ -13,60 +13,77 @@ from diagnostics.table import Summary
 from families import build, inputs, record_sample
 
 
+# The layers that the records have keys of. Of four layers, the first, the third and the last are placed.
 LAYERS = (0, 5, 9, 20)
+PLACED_LAYERS = [0, 9, 20]
+NUM_PICTURES = 6
+NUM_TEXT_TOKENS = 12  # of a picture
 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """Six pictures, four layers. In layer 0 all keys are alike; in the others image tokens lie apart."""
+    """Records with random keys. In layer 0 all keys are alike; in the others those of image tokens lie apart."""
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
     is_image_token = record.tokens.visual
+    all_positions = torch.arange(len(is_image_token))
     generator = torch.Generator().manual_seed(0)
 
     records = []
-    for _ in range(6):
+    for _ in range(NUM_PICTURES):
         keys = {layer: torch.randn(2, len(is_image_token), 8, generator=generator) for layer in LAYERS}
         for layer in LAYERS[1:]:
             keys[layer][:, is_image_token] += 6
-        positions = torch.arange(len(is_image_token))
-        records.append(dataclasses.replace(record, keys=keys, values={}, key_positions=positions))
+        records.append(dataclasses.replace(record, keys=keys, values={}, key_positions=all_positions))
     return records
 
 
 @pytest.fixture(scope="module")
 def rows(records: list[Record]) -> pd.DataFrame:
+    """The rows of the records' distances between keys."""
     rows = measure_space("keys", records)
     assert rows is not None
     return rows
 
 
+def test_each_placed_layer_has_as_many_image_tokens_as_text_tokens(records: list[Record], rows: pd.DataFrame) -> None:
+    placed = place_keys(records, rows)
+    assert sorted(placed["layer"].unique()) == PLACED_LAYERS
+    sizes = placed.groupby(["layer", "modality"]).size()
+    assert (sizes == NUM_PICTURES * NUM_TEXT_TOKENS).all()
+
+
+def test_keys_get_the_same_places_every_time(records: list[Record], rows: pd.DataFrame) -> None:
+    assert place_keys(records, rows).equals(place_keys(records, rows))
+
+
+def share_of_alike_neighbours(tokens: pd.DataFrame) -> float:
+    """The share of tokens whose nearest neighbour is of the same modality."""
+    places = torch.tensor(tokens[["x", "y"]].to_numpy(dtype="float64"))
+    distances = torch.cdist(places, places).fill_diagonal_(torch.inf)
+    nearest = distances.argmin(dim=1).numpy()
+    modalities = tokens["modality"].to_numpy()
+    return float((modalities[nearest] == modalities).mean())
+
+
 def test_image_and_text_tokens_lie_apart_where_their_keys_do(records: list[Record], rows: pd.DataFrame) -> None:
     placed = place_keys(records, rows)
-    assert sorted(placed["layer"].unique()) == [0, 9, 20]  # the first, the middle and the last of four
-    assert (placed.groupby(["layer", "modality"]).size() == 6 * 12).all()  # as many as the text has
-
-    def neighbours_alike(layer: int) -> float:
-        """The share of tokens whose nearest neighbour is of the same modality."""
-        tokens = placed[placed["layer"] == layer].reset_index(drop=True)
-        points = torch.tensor(tokens[["x", "y"]].to_numpy(dtype="float64"))
-        distances = torch.cdist(points, points).fill_diagonal_(torch.inf)
-        nearest = distances.argmin(dim=1).numpy()
-        return float((tokens["modality"].to_numpy()[nearest] == tokens["modality"].to_numpy()).mean())
-
-    assert neighbours_alike(9) == 1
-    assert neighbours_alike(0) < 0.7
-    assert place_keys(records, rows).equals(placed)  # the same every time
+    assert share_of_alike_neighbours(placed[placed["layer"] == 9]) == 1
+    assert share_of_alike_neighbours(placed[placed["layer"] == 0]) < 0.7  # by chance it is 0.5
 
 
 def test_the_figure_has_a_row_for_each_model(records: list[Record], rows: pd.DataFrame) -> None:
     placed = place_keys(records, rows)
-    both = pd.concat([placed.assign(model="before"), placed[placed["layer"] == 9].assign(model="after")])
-    figure = draw_key_map({"before": Summary.of(rows), "after": Summary.of(rows)}, both)
+    before = placed.assign(model="before")
+    after = placed[placed["layer"] == 9].assign(model="after")
+    figure = draw_key_map({"before": Summary.of(rows), "after": Summary.of(rows)}, pd.concat([before, after]))
+
+    # The second model has a single layer, so the last two axes of its row are empty.
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     labels = [axis.get_xlabel() for axis in figure.axes if axis.axison]
     assert titles == ["before", "", "", "", "after", "", "", ""]
     assert labels == ["layer", "keys of layer 0", "keys of layer 9", "keys of layer 20", "layer", "keys of layer 9"]
 
 
-def test_without_enough_keys_nothing_is_placed(records: list[Record], rows: pd.DataFrame) -> None:
-    assert place_keys(records, rows[rows["measure"] == "keys.mmd"]).empty
+def test_without_a_measured_divergence_nothing_is_placed(records: list[Record], rows: pd.DataFrame) -> None:
+    without_divergence = rows[rows["measure"] == "keys.mmd"]
+    assert place_keys(records, without_divergence).empty

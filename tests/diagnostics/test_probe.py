@@ -27,7 +27,6 @@ from diagnostics.table import Summary
 from families import FAMILIES, IMAGE, build, inputs, record_sample, tokens_of
 
 
-Inputs = dict[str, torch.Tensor]
 # In these families the projector's output does not enter the decoder as it is: a newline feature is added, the output
 # is scaled, or tiles are put together.
 CHANGED_AFTER_PROJECTOR = ("llava_next", "llava_onevision", "paligemma")

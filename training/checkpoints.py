@@ -194,8 +194,8 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
 
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
     """Move what a run wrote after the checkpoint that it resumes from into a numbered folder in `superseded`."""
-    first_step = checkpoint_step(checkpoint)
-    later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > first_step]
+    resumed_step = checkpoint_step(checkpoint)
+    later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > resumed_step]
     # A state file in the output folder itself would mark the run as finished.
     if (output_dir / STATE_FILE).exists():
         later.append(output_dir / STATE_FILE)

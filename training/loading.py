@@ -47,10 +47,12 @@ def load_processor(name: str, revision: str | None = None) -> LlavaProcessor:
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model that a run starts from. Its weights are float32, except those of a language model in 4 bits.
+    """The model that a run starts from.
+
+    Its weights are float32. If the language model is quantized to 4 bits, the other weights have `frozen_dtype`.
 
     Raises:
-        UserError: if its weights don't fit its config.
+        UserError: if the model's weights don't fit its config.
     """
     name = str(run_args.model_name_or_path)
     config = load_config(name, run_args.model_revision)
@@ -70,14 +72,14 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     with errors_named_after(name):
         model = model_class.from_pretrained(name, revision=run_args.model_revision, **options)
 
-    # torch doesn't train the embedding of `padding_idx`, but the padding token may also be the one that ends turns.
+    # torch doesn't train the embedding of `padding_idx`, but the padding token may also be the token that ends turns.
     model.get_input_embeddings().padding_idx = None
     for module in model.modules():
         # On a CPU bitsandbytes would rewrite 4-bit weights at the first pass in eval mode, and round their scales.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     # FSDP2 shards each module whose class is in `_no_split_modules`. Vision encoders list classes of their whole model
-    # family there, and accelerate refuses a class of which the model has no module. So only the others are kept.
+    # family there, and accelerate refuses a class of which the model has no module. So such classes are left out.
     module_classes = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = sorted(module_classes & set(model._no_split_modules or ()))
     return model

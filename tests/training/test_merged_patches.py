@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 def merged(
     request: pytest.FixtureRequest, backbones: Callable[[str], Path]
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A model and its processor. The model makes one image token of 2 x 2 patches, and leaves out CLIP's class token."""
+    """A model that makes one image token of 2 x 2 patches, with its processor. CLIP's class token is left out."""
     return compose(str(backbones(request.param)), str(backbones("qwen2")), spatial_merge_size=2)
 
 

@@ -173,7 +173,7 @@ def with_key_adapters(composed: Callable[..., Path], tmp_path: Path) -> Callable
 
     def folder(text: str = "qwen2") -> Path:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
-        model = add_key_adapters(model, 4, alpha=8, dropout=0.0)  # dropout would make passes differ
+        model = add_key_adapters(model, rank=4, alpha=8, dropout=0.0)  # dropout would make passes differ
         generator = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             if name.endswith("key_adapter.up"):
@@ -253,14 +253,15 @@ def test_the_penalty_follows_its_formula(
     trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if packed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        model.enable_input_require_grads()  # as TRL does for adapters with checkpointing
 
     model(**batch.inputs)
     penalty = alignment.penalty()
     gradients = torch.autograd.grad(penalty, trained_parameters, allow_unused=True)
 
     model.gradient_checkpointing_disable()
-    expected_penalty = plain_penalty(model, batch, with_norm=text == "gemma3")
+    has_key_norm = text == "gemma3"
+    expected_penalty = plain_penalty(model, batch, with_norm=has_key_norm)
     expected_gradients = torch.autograd.grad(expected_penalty, trained_parameters, allow_unused=True)
 
     assert penalty.dtype == torch.double
@@ -289,7 +290,7 @@ def test_the_penalty_leaves_out_sinks(with_key_adapters: Callable[..., Path], da
     text_ids = batch.inputs["input_ids"][-1][batch.text[-1]]
     sink_id = int(text_ids[3])
     model.get_input_embeddings().weight.data[sink_id] *= 1000
-    batch.text &= batch.inputs["input_ids"] != sink_id
+    batch.text &= batch.inputs["input_ids"] != sink_id  # wherever the token stands
     model(**batch.inputs)
     assert alignment.penalty().item() == pytest.approx(plain_penalty(model, batch).item(), rel=1e-9)
 

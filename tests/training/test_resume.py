@@ -1,7 +1,7 @@
 """Resumed runs: they end with the weights of an unbroken run, or are refused with a reason.
 
-In these tests a broken run is one that was killed: its folder has a checkpoint of an unbroken run, and not what came
-after it.
+A broken run is made from an unbroken one: a checkpoint is copied, and what the unbroken run wrote later is not. So the
+folder is as if the run had been killed.
 """
 
 import json

@@ -3,8 +3,9 @@
     python kill_driver.py recipe.yaml output_dir [number ...]
 
 An event is an operation on a file of the run's output folder. Events are numbered from 1, beginning with the first
-file of the second checkpoint. For each number N a run in `output_dir/N` is killed at event N, and resumed. Without
-numbers, one run in `output_dir/unbroken` trains to its end, and lists its events in `events.txt`.
+file of the second checkpoint, because a run needs its first checkpoint to be resumed. For each number N, a run in
+`output_dir/N` is killed at event N, and resumed. Without numbers, one run in `output_dir/unbroken` trains to its end,
+and lists its events in `events.txt`.
 
 The driver imports the libraries once, and forks a child process for each run.
 """
@@ -21,12 +22,14 @@ FILE_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os
 
 
 class Killer:
-    """An audit hook that lists the events of its process, and kills the process at one of them.
+    """Lists the events of its process, and kills the process at one of them.
+
+    It is an audit hook: Python calls it before each operation of the process, such as opening a file.
 
     Attributes:
         folder: The run's output folder.
         last_event: The number of the event at which the process is killed. With `None` it is never killed.
-        is_counting: Whether the second checkpoint has begun, from which on events count.
+        is_counting: Whether operations count as events, which they do once the second checkpoint has begun.
         log: The events so far, each as the operation and the path.
     """
 
@@ -37,7 +40,7 @@ class Killer:
         self.log: list[str] = []
 
     def __call__(self, operation: str, args: tuple[Any, ...]) -> None:
-        """Python calls this before each operation. The first argument of an operation on a file is the path."""
+        """Take note of an operation. The first argument of an operation on a file is the file's path."""
         if operation not in FILE_OPERATIONS or not args:
             return
         path = str(args[0])

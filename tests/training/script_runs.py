@@ -44,7 +44,7 @@ def dump_recipe(**fields: Any) -> str:
 def run(folder: Path, **fields: Any) -> None:
     """Run the training script in this process.
 
-    The recipe, which is written into `folder`, has the fields of `FAST` and these, which win where both have a field.
+    The recipe is written into `folder`. It has the fields of `FAST`, except where `fields` has others.
     """
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**{**FAST, **fields}))

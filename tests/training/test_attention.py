@@ -57,6 +57,7 @@ def make_decoder(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 def packed_row(lengths: list[int]) -> dict[str, Any]:
     """A packed row of random tokens in the collator's format, for samples of these lengths."""
+    # The start of each sample, and the end of the last one.
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     generator = torch.Generator().manual_seed(1)
     return {
@@ -283,8 +284,7 @@ def kernel_on_cpu() -> Iterator[None]:
 def random_states(num_heads: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Random queries, keys or values of a packed row, `(1, num_heads, sequence_length, head_dim)`.
 
-    They have the strides of an attention layer's: such a layer makes tensors with the heads behind the positions, and
-    transposes them.
+    As in an attention layer, they are a transposed tensor, so their strides are not those of a new tensor.
     """
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(1, sum(LENGTHS), num_heads, 8, generator=generator)
@@ -378,7 +378,9 @@ def test_the_kernel_supports_16_bits_and_dimensions_up_to_256(dim: int, dtype: t
         pytest.param(64, 64, torch.bfloat16, 0.1, id="dropout"),
     ],
 )
-def test_the_kernel_does_not_support(query_dim: int, value_dim: int, dtype: torch.dtype, dropout: float) -> None:
+def test_the_kernel_does_not_support_other_attention(
+    query_dim: int, value_dim: int, dtype: torch.dtype, dropout: float
+) -> None:
     query = torch.empty(1, 2, 4, query_dim)
     value = torch.empty(1, 2, 4, value_dim, dtype=dtype)
     assert not kernel_supports(query, value, dropout)

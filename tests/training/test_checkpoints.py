@@ -21,7 +21,7 @@ from training.checkpoints import find_checkpoint, steps_done
 from training.trainer import NormLlavaTrainer
 
 
-def tear(path: Path) -> None:
+def tear_file(path: Path) -> None:
     """Cut a file to two thirds, as if its writing had been interrupted."""
     content = path.read_bytes()
     path.write_bytes(content[: len(content) * 2 // 3])
@@ -34,7 +34,7 @@ def empty_folder(folder: Path) -> None:
 
 # Ways to damage the folder of a checkpoint, which has another checkpoint, of step 3, beside it.
 FAULTS: dict[str, Callable[[Path], object]] = {
-    "state torn": lambda folder: tear(folder / "trainer_state.json"),
+    "state torn": lambda folder: tear_file(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
     "record of a run by another version": lambda folder: (folder / "run.json").write_text('{"data": "a"}'),
     "saved by save_only_model": lambda folder: (folder / "scheduler.pt").unlink(),
@@ -43,21 +43,21 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 
 
 def test_a_run_without_a_checkpoint_begins_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert find_checkpoint(tmp_path, True) is None
+    assert find_checkpoint(tmp_path, resume=True) is None
     assert "holds no checkpoint: the run starts from the beginning" in caplog.text
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
     FAULTS[fault](copied / "checkpoint-6")
-    assert find_checkpoint(copied, True) == copied / "checkpoint-3"
+    assert find_checkpoint(copied, resume=True) == copied / "checkpoint-3"
     with pytest.raises(ValueError, match="checkpoint-6 can't be resumed from"):
         find_checkpoint(copied, str(copied / "checkpoint-6"))
 
     # When checkpoint 3 is broken, too, no checkpoint is left.
-    tear(copied / "checkpoint-3" / "run.json")
+    tear_file(copied / "checkpoint-3" / "run.json")
     with pytest.raises(ValueError, match="no complete checkpoint to resume from"):
-        find_checkpoint(copied, True)
+        find_checkpoint(copied, resume=True)
 
 
 def test_others_may_read_what_a_run_writes(finished: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
         patched.setattr(f"training.trainer.{function_name}", publish_on_a_disk_that_fills_up)
         with pytest.raises(OSError, match="No space left"):
             run(tmp_path, **fields)
-    assert find_checkpoint(out, True) == out / last_checkpoint
+    assert find_checkpoint(out, resume=True) == out / last_checkpoint
     assert not (out / "config.json").exists()  # with this file the folder would look like a model
 
     run(tmp_path, **fields, resume_from_checkpoint=True)
@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
     fields = {**finished, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
     with pytest.raises(UserError, match="The loss is nan in step"):
         run(tmp_path, **{**fields, "output_dir": str(out)})
-    assert find_checkpoint(out, True) is not None
+    assert find_checkpoint(out, resume=True) is not None
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(

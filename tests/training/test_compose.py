@@ -81,8 +81,6 @@ RENDERED = {
     "vicuna": "<s>Be brief. USER: <image>\nWhat is it? ASSISTANT: A dog.</s>USER: Sure? ASSISTANT: Yes.</s>",
 }
 RENDERED["qwen3"] = RENDERED["qwen2"]
-
-
 # Pairs of a vision encoder and a language model.
 FAMILIES = [("siglip", "llama"), ("siglip2", "qwen2"), ("clip", "qwen3"), ("dinov2", "gemma3"), ("siglip", "vicuna")]
 
@@ -95,8 +93,8 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
 
-    # The text's norm is the mean norm of the embeddings as the decoder gets them. The embedding of
-    # padding can be 0, and doesn't count.
+    # The text's norm is the mean norm of the embeddings as the decoder gets them. Embeddings of zeros, such as that of
+    # padding, don't count.
     language_model = AutoModelForCausalLM.from_pretrained(backbones(text))
     embeddings = language_model.get_input_embeddings().weight.detach().double()
     if text == "gemma3":
@@ -111,7 +109,7 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
     if vision != "dinov2":
-        assert norms["norm_input"] > 2 * norms["text"]  # the tokens' norm without the norm layer
+        assert norms["norm_input"] > 2 * norms["text"]  # without the norm layer, tokens would start at this norm
 
 
 @pytest.mark.parametrize(("vision", "text"), FAMILIES)
@@ -124,7 +122,7 @@ def test_the_language_model_gives_the_same_logits_as_before(
     with torch.no_grad():
         logits = model(input_ids=input_ids).logits
         expected_logits = language_model(input_ids=input_ids).logits
-    # The composed model may have more than the language model's 320 embeddings, since image tokens need one.
+    # The language model has 320 embeddings. The composed model may have one more, for image tokens.
     assert torch.equal(logits[..., :320], expected_logits)
 
 
@@ -139,7 +137,7 @@ def test_conversations_have_the_language_models_format_with_four_tokens_for_a_pi
 
     # The template marks the assistant's answers.
     question = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
-    messages = [*CONVERSATION]
+    messages = list(CONVERSATION)
     messages[1] = {"role": "user", "content": question}
     batch = processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
@@ -270,19 +268,14 @@ OTHER_TEMPLATES = {
 def test_a_chat_format_that_cannot_be_kept_is_replaced_by_vicunas_with_a_warning(
     backbones: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    shutil.copytree(backbones("vicuna"), tmp_path / "text")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "text")
+    text_folder = shutil.copytree(backbones("vicuna"), tmp_path / "text")
+    tokenizer = AutoTokenizer.from_pretrained(text_folder)
     tokenizer.chat_template = OTHER_TEMPLATES[kind]
-    tokenizer.save_pretrained(tmp_path / "text")
+    tokenizer.save_pretrained(text_folder)
     with caplog.at_level("INFO"):
-        main(
-            [
-                f"--vision_model={backbones('siglip')}",
-                f"--text_model={tmp_path / 'text'}",
-                f"--output_dir={tmp_path / 'out'}",
-            ]
-        )
+        main([f"--vision_model={backbones('siglip')}", f"--text_model={text_folder}", f"--output_dir={tmp_path}/out"])
     assert "Chat format Vicuna: the language model has no chat template" in caplog.text
+    # The log also says what becomes of pictures.
     assert "a picture that isn't square is squashed to 28 x 28 pixels" in caplog.text
 
 

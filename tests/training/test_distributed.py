@@ -143,7 +143,7 @@ def test_losses_are_those_of_one_process(
     expected_steps = train(1, "--cpu")
     assert len(expected_steps) == 8  # four in each epoch
     for num_processes in (2, 4):
-        arguments = (*TWO_PROCESSES, "--num_processes", str(num_processes))  # the last one wins
+        arguments = (*TWO_PROCESSES, "--num_processes", str(num_processes))  # this wins over the file
         steps = train(num_processes, *arguments)
         for step, expected in zip(steps, expected_steps, strict=True):
             assert step["num_tokens"] == expected["num_tokens"]
@@ -165,7 +165,7 @@ def write_shards(data: Path, folder: Path) -> set[str]:
     folder.mkdir()
     bad_rows: set[str] = set()
     for shard, good_rows in enumerate((rows[0:9], rows[9:16], rows[16:22])):
-        # One bad row is near the start of the shard, at a position that differs from shard to shard, and one at the end.
+        # One bad row is near the start of a shard, at the position that is the shard's number, and one is at the end.
         shard_rows = [*good_rows[:shard], without_answer, *good_rows[shard:], without_picture]
         last = len(shard_rows) - 1
         bad_rows |= {f"{folder}, row {shard}.{shard}", f"{folder}, row {shard}.{last}"}

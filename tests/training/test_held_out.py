@@ -21,18 +21,23 @@ from script_runs import INSTRUCT, PACKED, changed_weights, read_metrics, read_st
 from training import sft
 
 
+# Evaluate every two steps, and at the end.
 EVERY_TWO_STEPS = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
 QLORA = {"stage": "adapt", "load_in_4bit": True, "bf16": True, "lora_dropout": 0.3}
+# The longest of the fixture's held-out rows need more than the 120 tokens of PACKED.
 PACKED_LONGER = {**PACKED, "packed_length": 260}
 
 
 @pytest.fixture(scope="session")
 def held_out(data: Path) -> Path:
-    """11 rows with one to three answers of very different lengths. Rows 0, 1 and 10 have no picture."""
+    """The path of 11 rows with one to three answers of very different lengths. Rows 0, 1 and 10 have no picture."""
     rows = json.loads(data.read_text())[2:13]
+    more = [{"from": "human", "value": "More?"}, {"from": "gpt", "value": "No."}]
     for number, row in enumerate(rows):
-        row["conversations"][-1]["value"] += " and so on" * (number % 4) ** 2
-        row["conversations"] += [{"from": "human", "value": "More?"}, {"from": "gpt", "value": "No."}] * (number % 3)
+        turns = row["conversations"]
+        turns[-1]["value"] += " and so on" * (number % 4) ** 2
+        turns += more * (number % 3)
+
     path = data.parent / "held_out.json"
     path.write_text(json.dumps(rows))
     return path
@@ -40,7 +45,7 @@ def held_out(data: Path) -> Path:
 
 @pytest.fixture
 def fields(composed: Callable[..., Path], data: Path, held_out: Path) -> dict[str, Any]:
-    """The fields that name the model, the rows and the held-out rows."""
+    """The recipe fields that name the model, the rows and the held-out rows."""
     return {"model_name_or_path": str(composed()), "dataset_name": str(data), "eval_dataset_name": str(held_out)}
 
 
@@ -51,11 +56,19 @@ def read_evaluations(folder: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in names} for line in lines]
 
 
-def plain_losses(folder: Path, held_out: Path, align: bool) -> tuple[float, float]:
-    """The loss, and the loss with blank pictures, computed row by row by the model and torch alone."""
+def plain_losses(folder: Path, held_out: Path, is_align: bool) -> tuple[float, float]:
+    """The mean loss of a token, and the same with blank pictures, without the code of training.
+
+    The model runs on one row after the other, and torch computes the loss.
+
+    Args:
+        folder: The model's folder.
+        held_out: The path of the rows.
+        is_align: Whether rows are a picture and a caption, as in stage "align", and not in the chat format.
+    """
     processor = AutoProcessor.from_pretrained(folder)
     template = processor.chat_template
-    if align:
+    if is_align:
         template = plain_template(processor.tokenizer, processor.image_token)
     tokenize = RowTokenizer(processor, template)
     model = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
@@ -66,6 +79,7 @@ def plain_losses(folder: Path, held_out: Path, align: bool) -> tuple[float, floa
             inputs["pixel_values"] = processor.image_processor(images, return_tensors="pt")["pixel_values"]
         with torch.no_grad():
             logits = model(**inputs).logits
+        # The logits at a position are for the next token.
         return nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum").item()
 
     loss = 0.0
@@ -73,8 +87,9 @@ def plain_losses(folder: Path, held_out: Path, align: bool) -> tuple[float, floa
     num_tokens = 0
     for raw_row in load_rows(str(held_out)):
         row = tokenize(raw_row)
-        labels = torch.tensor([tokenize.repeat_at_pictures(row["labels"], row)])
+        # A tokenized row has one token for each picture; the model gets all of the picture's image tokens.
         input_ids = torch.tensor([tokenize.repeat_at_pictures(row["input_ids"], row)])
+        labels = torch.tensor([tokenize.repeat_at_pictures(row["labels"], row)])
         images = open_images(row)
         blank_images = [Image.new(image.mode, image.size) for image in images]  # all black
         loss += sum_loss(input_ids, labels, images)
@@ -83,39 +98,40 @@ def plain_losses(folder: Path, held_out: Path, align: bool) -> tuple[float, floa
     return loss / num_tokens, loss_blank / num_tokens
 
 
-@pytest.mark.parametrize(
-    ("stage", "packing"),
-    [({"stage": "align"}, {"per_device_train_batch_size": 5}), (INSTRUCT, PACKED_LONGER)],
-    ids=["align-padded", "instruct-packed"],
-)
+ALIGN_PADDED = {"stage": "align", "per_device_train_batch_size": 5}
+INSTRUCT_PACKED = {**INSTRUCT, **PACKED_LONGER}
+
+
+@pytest.mark.parametrize("stage_fields", [ALIGN_PADDED, INSTRUCT_PACKED], ids=["align, padded", "instruct, packed"])
 def test_the_losses_are_those_of_a_plain_computation(
     fields: dict[str, Any],
     held_out: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    stage: dict[str, Any],
-    packing: dict[str, Any],
+    stage_fields: dict[str, Any],
 ) -> None:
-    # Stage "align" takes rows of one question and one answer.
-    is_align = stage is not INSTRUCT
+    is_align = stage_fields["stage"] == "align"
     if is_align:
+        # Stage "align" takes rows of one question and one answer.
         rows = json.loads(held_out.read_text())
         for row in rows:
             row["conversations"] = row["conversations"][:2]
         held_out = held_out.with_name("captions.json")
         held_out.write_text(json.dumps(rows))
         fields["eval_dataset_name"] = str(held_out)
-    settings = {"max_steps": 3, "global_batch_size": 10, "gradient_checkpointing": True}
+
+    fields |= {**stage_fields, **EVERY_TWO_STEPS}
+    fields |= {"max_steps": 3, "global_batch_size": 10, "gradient_checkpointing": True}
     out = tmp_path / "out"
-    run(tmp_path, **fields, **stage, **EVERY_TWO_STEPS, **settings, **packing, output_dir=str(out))
+    run(tmp_path, **fields, output_dir=str(out))
 
     evaluations = read_evaluations(out)
     assert [line["step"] for line in evaluations] == [2, 3]
     last = evaluations[-1]
-    loss, loss_blank = plain_losses(out, held_out, align=is_align)
+    loss, loss_blank = plain_losses(out, held_out, is_align)
     assert last["eval/loss"] == pytest.approx(loss, rel=1e-5)
     assert last["eval/loss_blank"] == pytest.approx(loss_blank, rel=1e-5)
-    assert abs(loss - loss_blank) > 1e-4  # far enough apart to tell them from each other
+    assert abs(loss - loss_blank) > 1e-4  # far enough apart that a test can tell them from each other
     assert f"held out: loss {loss:.4f}, with blank pictures {loss_blank:.4f}" in capsys.readouterr().err
 
 
@@ -131,10 +147,9 @@ def test_training_is_the_same_with_evaluation_and_without(
     run(tmp_path, **{**fields, "eval_dataset_name": None}, output_dir=str(without))
     run(tmp_path, **fields, **EVERY_TWO_STEPS, eval_on_start=True, output_dir=str(evaluated))
 
-    file = "model.safetensors" if stage is INSTRUCT else "adapter_model.safetensors"
-    assert changed_weights(without, evaluated, file) == set()
-    lines = read_steps(evaluated)
-    assert lines == read_steps(without)
+    file_name = "model.safetensors" if stage is INSTRUCT else "adapter_model.safetensors"
+    assert changed_weights(without, evaluated, file_name) == set()
+    assert read_steps(evaluated) == read_steps(without)
 
 
 def test_held_out_rows_are_checked_as_the_rows_of_training_are(
@@ -144,6 +159,7 @@ def test_held_out_rows_are_checked_as_the_rows_of_training_are(
     rows[3]["image"] = "gone.png"
     (tmp_path / "bad.json").write_text(json.dumps(rows))
     fields |= {"eval_dataset_name": str(tmp_path / "bad.json"), "eval_image_folder": str(held_out.parent)}
+    # The rows are checked before the model is loaded, which can take minutes.
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=r"bad.json, row 3: image file .*gone.png is missing"):
         run(tmp_path, **fields, **INSTRUCT, **EVERY_TWO_STEPS, output_dir=str(tmp_path / "out"))
@@ -152,37 +168,48 @@ def test_held_out_rows_are_checked_as_the_rows_of_training_are(
 def test_bad_rows_are_listed_apart_from_those_of_training(
     fields: dict[str, Any], data: Path, held_out: Path, tmp_path: Path
 ) -> None:
-    for name, path, bad_row in (("train", data, 5), ("eval", held_out, 3)):
-        rows = json.loads(path.read_text())
-        rows[bad_row]["image"] = "gone.png"
-        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    train_rows = json.loads(data.read_text())
+    train_rows[5]["image"] = "gone.png"
+    (tmp_path / "train.json").write_text(json.dumps(train_rows))
+    eval_rows = json.loads(held_out.read_text())
+    eval_rows[3]["image"] = "gone.png"
+    (tmp_path / "eval.json").write_text(json.dumps(eval_rows))
     fields |= {"dataset_name": str(tmp_path / "train.json"), "eval_dataset_name": str(tmp_path / "eval.json")}
     fields |= {"image_folder": str(data.parent), "eval_image_folder": str(data.parent), "bad_rows": "skip"}
     out = tmp_path / "out"
-    # The second start writes the lists anew, so each still has one line.
+
+    def only_source(file_name: str) -> str:
+        """The source of the only row in a list of bad rows."""
+        (line,) = (out / file_name).read_text().splitlines()
+        return json.loads(line)["source"]
+
+    # A resumed run writes the lists anew, so each still has one line.
     for resume in (False, True):
         fields["resume_from_checkpoint"] = resume
         run(tmp_path, **fields, **INSTRUCT, **EVERY_TWO_STEPS, max_steps=2, output_dir=str(out))
-        for name, source in (("bad_rows", "train.json, row 5"), ("held_out_bad_rows", "eval.json, row 3")):
-            (line,) = (out / f"{name}.jsonl").read_text().splitlines()
-            assert json.loads(line)["source"].endswith(source)
+        assert only_source("bad_rows.jsonl").endswith("train.json, row 5")
+        assert only_source("held_out_bad_rows.jsonl").endswith("eval.json, row 3")
 
 
-@pytest.mark.parametrize("strategy", ["best", "steps"])
-def test_the_best_checkpoint_is_kept(fields: dict[str, Any], tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("save_strategy", ["best", "steps"])
+def test_the_best_checkpoint_is_kept(fields: dict[str, Any], tmp_path: Path, save_strategy: str) -> None:
+    """With `save_strategy` "best" only the best checkpoint is kept, with "steps" also the last one."""
     # With this learning rate the loss falls at first and then rises, so the best checkpoint is not the last.
     settings = {**fields, **INSTRUCT, **EVERY_TWO_STEPS, "num_train_epochs": 2, "learning_rate": 0.05}
-    settings |= {"lr_scheduler_type": "constant", "save_strategy": strategy, "metric_for_best_model": "loss"}
+    settings |= {"lr_scheduler_type": "constant", "save_strategy": save_strategy, "metric_for_best_model": "loss"}
     out = tmp_path / "out"
     run(tmp_path, **settings, save_steps=2, save_total_limit=1, output_dir=str(out))
 
-    losses = {line["step"]: line["eval/loss"] for line in read_evaluations(out)}
-    best_step = min(losses, key=lambda step: losses[step])
-    last_step = max(losses)
+    evaluations = read_evaluations(out)
+    best_evaluation = min(evaluations, key=lambda evaluation: evaluation["eval/loss"])
+    best_step = best_evaluation["step"]
+    last_step = evaluations[-1]["step"]
     assert best_step != last_step
 
     best = f"checkpoint-{best_step}"
-    kept = {best} if strategy == "best" else {best, f"checkpoint-{last_step}"}
+    kept = {best}
+    if save_strategy == "steps":
+        kept.add(f"checkpoint-{last_step}")
     assert {path.name for path in out.glob("checkpoint-*")} == kept
     assert changed_weights(out / best, out) != set()  # the result has the weights of the last step
     for name in kept:
@@ -195,7 +222,7 @@ def test_the_best_checkpoint_is_kept(fields: dict[str, Any], tmp_path: Path, str
 def test_two_processes_measure_the_same_losses_as_one(
     fields: dict[str, Any], tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    # 11 rows don't fill batches of 3, and some batches of the two processes have no picture.
+    # The 11 held-out rows don't fill batches of 3, and some batches of the two processes have no picture.
     settings = {**fields, **INSTRUCT, **EVERY_TWO_STEPS, **packing, "global_batch_size": 10}
     if not packing:
         settings["per_device_train_batch_size"] = 5
@@ -206,6 +233,7 @@ def test_two_processes_measure_the_same_losses_as_one(
         settings["per_device_eval_batch_size"] = 1
     launch(tmp_path, *TWO_PROCESSES, **settings, output_dir=str(two))
 
-    assert len(read_evaluations(two)) == 2
-    for line, expected in zip(read_evaluations(two), read_evaluations(one), strict=True):
-        assert line == {name: pytest.approx(value, rel=2e-4) for name, value in expected.items()}
+    evaluations = read_evaluations(two)
+    assert len(evaluations) == 2
+    for evaluation, expected in zip(evaluations, read_evaluations(one), strict=True):
+        assert evaluation == pytest.approx(expected, rel=2e-4)

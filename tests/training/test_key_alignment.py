@@ -1,4 +1,8 @@
-"""Losses on keys follow their formulas, take the right keys and tokens, and train a run's key adapters."""
+"""The losses on attention keys (training/key_alignment.py), and runs that train key adapters with them.
+
+MMD is the distance between the keys of visual and of text tokens. The Gram distance is how far keys have moved among
+each other from those of the original `k_proj`. The weighted sum of both is called the penalty.
+"""
 
 import json
 from collections.abc import Callable
@@ -27,94 +31,125 @@ from training.merge import merge  # noqa: E402
 from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 
 
+# The factors s in the kernels of MMD.
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 ADAPT: dict[str, Any] = {"stage": "adapt", "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
 
 
 def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """The mean over heads of MMD², summed pair by pair, with kernels exp(-|x - y|² / (s σ²))."""
+    """The mean over heads of MMD², summed pair by pair, with the mean of the kernels exp(-|x - y|² / (s σ²)).
 
-    def mean_over_pairs(kernel: torch.Tensor) -> torch.Tensor:
-        num_tokens = len(kernel)
-        total = torch.zeros((), dtype=kernel.dtype)
+    σ² is the mean squared distance between two keys, and s is each of the bandwidths.
+
+    Args:
+        visual, text: Keys, `(num_heads, num_tokens, head_dim)`.
+    """
+
+    def mean_over_pairs(matrix: torch.Tensor) -> torch.Tensor:
+        """The mean of a matrix outside its diagonal, where a token is paired with itself."""
+        num_tokens = len(matrix)
+        total = torch.zeros((), dtype=matrix.dtype)
         for i in range(num_tokens):
             for j in range(num_tokens):
                 if i != j:
-                    total = total + kernel[i, j]
+                    total = total + matrix[i, j]
         return total / (num_tokens * (num_tokens - 1))
 
-    heads = []
+    mmd_of_heads = []
     for visual_keys, text_keys in zip(visual, text, strict=True):
         keys = torch.cat([visual_keys, text_keys])
-        squared_distances = (keys[:, None] - keys[None]).square().sum(-1)
-        scale = mean_over_pairs(squared_distances).detach()
-        kernel = sum(torch.exp(-squared_distances / (s * scale)) for s in BANDWIDTHS) / len(BANDWIDTHS)
+        squared_distances = (keys[:, None] - keys[None]).square().sum(-1)  # [num_tokens, num_tokens]
+        variance = mean_over_pairs(squared_distances).detach()
+        kernels = [torch.exp(-squared_distances / (bandwidth * variance)) for bandwidth in BANDWIDTHS]
+        kernel = torch.stack(kernels).mean(0)
 
         num_visual = len(visual_keys)
         within_visual = mean_over_pairs(kernel[:num_visual, :num_visual])
         within_text = mean_over_pairs(kernel[num_visual:, num_visual:])
         across = kernel[:num_visual, num_visual:].mean()
-        heads.append(within_visual + within_text - 2 * across)
-    return torch.stack(heads).mean()
+        mmd_of_heads.append(within_visual + within_text - 2 * across)
+    return torch.stack(mmd_of_heads).mean()
 
 
 def plain_gram(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The mean over heads of |G - G_ref|²_F / n², where G and G_ref are cosines between centred keys."""
+    """The mean over heads of |G - G_ref|²_F / n², where G and G_ref are cosines between centred keys.
+
+    Args:
+        keys, reference: Keys of the same n tokens, `(num_heads, n, head_dim)`.
+    """
 
     def cosines(keys_of_head: torch.Tensor) -> torch.Tensor:
         centred = keys_of_head - keys_of_head.mean(0)
-        return torch.cosine_similarity(centred[:, None], centred[None], dim=-1)
+        return torch.cosine_similarity(centred[:, None], centred[None], dim=-1)  # [n, n]
 
-    heads = []
+    distance_of_heads = []
     for head_keys, head_reference in zip(keys, reference, strict=True):
         difference = cosines(head_keys) - cosines(head_reference)
-        heads.append(difference.square().sum() / len(head_keys) ** 2)
-    return torch.stack(heads).mean()
+        distance_of_heads.append(difference.square().sum() / len(head_keys) ** 2)
+    return torch.stack(distance_of_heads).mean()
 
 
-def test_losses_and_gradients_are_the_formulas() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def random_keys(num_tokens: int) -> torch.Tensor:
-        return torch.randn(3, num_tokens, 4, dtype=torch.double, generator=generator).requires_grad_()
-
-    visual = random_keys(7)
-    text = random_keys(5)
-    reference = random_keys(7)
-    shifted_text = text + 0.7  # so that the MMD is not about 0
-    for loss, expected_loss, inputs in (
-        (mmd(visual, shifted_text), plain_mmd(visual, shifted_text), (visual, text)),
-        (gram_distance(visual, reference), plain_gram(visual, reference), (visual, reference)),
-    ):
-        assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-12)
-        # `text` leads to both losses through the same shift, which the second backward pass needs again.
-        gradients = torch.autograd.grad(loss, inputs, retain_graph=True)
-        expected_gradients = torch.autograd.grad(expected_loss, inputs)
-        for gradient, expected in zip(gradients, expected_gradients, strict=True):
-            assert expected.abs().max() > 1e-3
-            torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+def random_keys(num_tokens: int, seed: int) -> torch.Tensor:
+    """Keys of three heads, `(3, num_tokens, 4)`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, num_tokens, 4, dtype=torch.double, generator=generator)
 
 
-def test_a_loss_that_gives_its_gradient_alone_does_not_change_the_value() -> None:
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("loss_function", "plain_function", "num_second"),
+    [pytest.param(mmd, plain_mmd, 5, id="mmd"), pytest.param(gram_distance, plain_gram, 7, id="gram distance")],
+)
+def test_losses_and_gradients_follow_the_formulas(loss_function: Loss, plain_function: Loss, num_second: int) -> None:
+    first = random_keys(7, seed=0).requires_grad_()
+    second = random_keys(num_second, seed=1) + 0.7  # without this shift the MMD would be about 0
+    second.requires_grad_()
+    loss = loss_function(first, second)
+    expected_loss = plain_function(first, second)
+    assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-12)
+
+    gradients = torch.autograd.grad(loss, (first, second))
+    expected_gradients = torch.autograd.grad(expected_loss, (first, second))
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        assert expected.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_gradient_alone_adds_a_gradient_but_no_value() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     loss = 1.5 * weight + gradient_alone(weight.square())
-    assert loss.item() == 4.5
+    assert loss.item() == 1.5 * 3
     (gradient,) = torch.autograd.grad(loss, weight)
-    assert gradient.item() == 1.5 + 2 * 3
+    assert gradient.item() == 1.5 + 2 * 3  # d/dw (1.5 w + w²)
 
 
 class Batch:
-    """A padded or packed batch of rows with and without pictures, and masks of its visual and text tokens."""
+    """A padded or packed batch of rows, one of which has no picture.
 
-    def __init__(self, folder: Path, data: Path, packed: bool, pictures: tuple[int, ...] = (7, 8)) -> None:
+    Args:
+        folder: The folder of a model.
+        data: The path of the fixture `data`, beside which the pictures are.
+        packed: Whether the batch is packed.
+        picture_numbers: The pictures of the other rows.
+
+    Attributes:
+        inputs: Arguments for the model.
+        visual: Which tokens are image tokens of a picture, `(num_rows, row_length)`.
+        text: Which tokens are text, and no special tokens, `(num_rows, row_length)`.
+    """
+
+    def __init__(self, folder: Path, data: Path, packed: bool, picture_numbers: tuple[int, ...] = (7, 8)) -> None:
         processor = AutoProcessor.from_pretrained(folder)
         rows: list[dict[str, Any]] = []
-        for number in pictures:
+        for number in picture_numbers:
             turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"number {number}"}]
             images = [str(data.parent / f"{number}.png")]
             rows.append({"images": images, "source": "row", "conversations": turns})
         turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": "something much longer than that"}]
         rows.append({"images": [], "source": "row", "conversations": turns})
+
         self.inputs = collate(folder, rows, packed)
         self.inputs["use_cache"] = False
 
@@ -123,17 +158,22 @@ class Batch:
         is_special = torch.isin(input_ids, torch.tensor(processor.tokenizer.all_special_ids))
         assert is_special.any()  # padding, BOS and delimiters, which are not text tokens
         self.text = ~is_special & ~is_image_token
-        # Without pictures, image tokens are those of a blank picture.
-        self.visual = is_image_token if pictures else torch.zeros_like(is_image_token)
+        self.visual = is_image_token
+        if not picture_numbers:
+            # The image tokens are those of a blank picture, which the collator has added.
+            self.visual = torch.zeros_like(is_image_token)
 
 
 @pytest.fixture
-def moved_keys(composed: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """Saves a model whose key adapters are not at their start, where some of their gradients would be 0."""
+def with_key_adapters(composed: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A function that gives the folder of a model whose key adapters are random.
+
+    New key adapters would have `up` at 0, and so some gradients of 0.
+    """
 
     def folder(text: str = "qwen2") -> Path:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
-        model = add_key_adapters(model, 4, alpha=8, dropout=0.0)  # dropout would make passes differ
+        model = add_key_adapters(model, rank=4, alpha=8, dropout=0.0)  # dropout would make passes differ
         generator = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             if name.endswith("key_adapter.up"):
@@ -150,17 +190,31 @@ GRAM_WEIGHT = 0.7
 
 
 def load_with_alignment(folder: Path) -> tuple[NormLlavaForConditionalGeneration, KeyAlignment]:
-    """A model in float64 with LoRA, in training mode, and the losses on its keys."""
+    """A model with key adapters and LoRA, in float64 and in training mode, and the losses on its keys."""
     model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa").double()
     add_adapters(model, rank=2, alpha=4)
     processor = AutoProcessor.from_pretrained(folder)
     return model.train(), KeyAlignment(model, processor, mmd_weight=MMD_WEIGHT, gram_weight=GRAM_WEIGHT)
 
 
+def keys_by_head(keys: torch.Tensor, attention: Any, with_norm: bool) -> torch.Tensor:
+    """The output of `k_proj`, `(num_tokens, num_heads * head_dim)`, as `(num_heads, num_tokens, head_dim)`.
+
+    If `with_norm`, the attention layer's norm of keys is applied.
+    """
+    heads = keys.unflatten(-1, (-1, attention.head_dim))  # [num_tokens, num_heads, head_dim]
+    if with_norm:
+        heads = attention.k_norm(heads)
+    return heads.transpose(0, 1)
+
+
 def plain_penalty(model: NormLlavaForConditionalGeneration, batch: Batch, with_norm: bool = False) -> torch.Tensor:
     """The penalty by its formula, from the inputs and outputs of each `k_proj` in a forward pass of its own.
 
-    `with_norm` says whether attention normalizes its keys.
+    Args:
+        model: The model.
+        batch: The batch for the forward pass.
+        with_norm: Whether the model's attention normalizes its keys.
     """
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -176,6 +230,7 @@ def plain_penalty(model: NormLlavaForConditionalGeneration, batch: Batch, with_n
     total = torch.zeros((), dtype=torch.double)
     for attention, (hidden_states, keys) in zip(attentions, calls, strict=True):
         with torch.no_grad():
+            # The reference are the keys of the original `k_proj`, without the key adapter.
             reference = attention.k_proj.base(hidden_states)
             visual_reference = keys_by_head(reference[batch.visual], attention, with_norm)
             text_reference = keys_by_head(reference[batch.text], attention, with_norm)
@@ -187,75 +242,74 @@ def plain_penalty(model: NormLlavaForConditionalGeneration, batch: Batch, with_n
     return total / len(attentions)
 
 
-def keys_by_head(keys: torch.Tensor, attention: Any, with_norm: bool) -> torch.Tensor:
-    """From the output of `k_proj`, `(num_tokens, num_heads * head_dim)`, to `(num_heads, num_tokens, head_dim)`."""
-    heads = keys.unflatten(-1, (-1, attention.head_dim))
-    if with_norm:
-        heads = attention.k_norm(heads)
-    return heads.transpose(0, 1)
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed and checkpointed"])
 @pytest.mark.parametrize("text", ["qwen2", "llama", "gemma3"])
-def test_the_penalty_is_the_formulas_on_ordinary_tokens(
-    moved_keys: Callable[..., Path], data: Path, text: str, packed: bool
+def test_the_penalty_follows_its_formula(
+    with_key_adapters: Callable[..., Path], data: Path, text: str, packed: bool
 ) -> None:
-    folder = moved_keys(text)
+    folder = with_key_adapters(text)
     model, alignment = load_with_alignment(folder)
     batch = Batch(folder, data, packed)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if packed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        model.enable_input_require_grads()  # as TRL does for adapters with checkpointing
 
     model(**batch.inputs)
     penalty = alignment.penalty()
-    gradients = torch.autograd.grad(penalty, trained, allow_unused=True)
+    gradients = torch.autograd.grad(penalty, trained_parameters, allow_unused=True)
 
     model.gradient_checkpointing_disable()
-    expected_penalty = plain_penalty(model, batch, with_norm=text == "gemma3")
-    expected_gradients = torch.autograd.grad(expected_penalty, trained, allow_unused=True)
+    has_key_norm = text == "gemma3"
+    expected_penalty = plain_penalty(model, batch, with_norm=has_key_norm)
+    expected_gradients = torch.autograd.grad(expected_penalty, trained_parameters, allow_unused=True)
 
     assert penalty.dtype == torch.double
     assert penalty.item() == pytest.approx(expected_penalty.item(), rel=1e-9)
-    with_gradient = [gradient for gradient in gradients if gradient is not None and gradient.any()]
-    assert len(with_gradient) > 10
+    nonzero_gradients = [gradient for gradient in gradients if gradient is not None and gradient.any()]
+    assert len(nonzero_gradients) > 10
     tolerance = 1e-6 if text == "gemma3" else 1e-12  # Gemma's norms compute in float32
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
-        if expected is None:
+        if expected is None:  # the parameter has no part in the penalty
             assert gradient is None or not gradient.any()
         else:
             torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=tolerance)
 
-    # The two losses are logged without their weights, and only once.
+    # The two losses are logged without their weights. Once collected, they are not logged again.
     logs = alignment.collect(lambda sums: sums)
     weighted_sum = MMD_WEIGHT * logs["key_mmd"] + GRAM_WEIGHT * logs["key_gram"]
     assert weighted_sum == pytest.approx(expected_penalty.item(), rel=1e-9)
     assert alignment.collect(lambda sums: sums) == {}
 
 
-def test_sinks_stay_out(moved_keys: Callable[..., Path], data: Path) -> None:
-    folder = moved_keys()
+def test_the_penalty_leaves_out_sinks(with_key_adapters: Callable[..., Path], data: Path) -> None:
+    folder = with_key_adapters()
     model, alignment = load_with_alignment(folder)
     batch = Batch(folder, data, packed=False)
-    # A text token of the last row becomes a sink by a large embedding.
-    text_ids = batch.inputs["input_ids"][2][batch.text[2]]
+    # Make a sink, a token with a huge norm, of a text token of the last row.
+    text_ids = batch.inputs["input_ids"][-1][batch.text[-1]]
     sink_id = int(text_ids[3])
     model.get_input_embeddings().weight.data[sink_id] *= 1000
-    batch.text &= batch.inputs["input_ids"] != sink_id
+    batch.text &= batch.inputs["input_ids"] != sink_id  # wherever the token stands
     model(**batch.inputs)
     assert alignment.penalty().item() == pytest.approx(plain_penalty(model, batch).item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_a_batch_without_pictures_adds_nothing(moved_keys: Callable[..., Path], data: Path, packed: bool) -> None:
-    folder = moved_keys()
+def test_a_batch_without_pictures_adds_nothing(
+    with_key_adapters: Callable[..., Path], data: Path, packed: bool
+) -> None:
+    folder = with_key_adapters()
     model, alignment = load_with_alignment(folder)
-    batch_without_pictures = Batch(folder, data, packed, pictures=())
-    model(**batch_without_pictures.inputs)
+    batch = Batch(folder, data, packed, picture_numbers=())
+    model(**batch.inputs)
     assert alignment.penalty().item() == 0
 
-    # Nor does a pass in eval mode.
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_pass_in_eval_mode_adds_nothing(with_key_adapters: Callable[..., Path], data: Path, packed: bool) -> None:
+    folder = with_key_adapters()
+    model, alignment = load_with_alignment(folder)
     model.eval()
     model(**Batch(folder, data, packed).inputs)
     assert alignment.penalty().item() == 0
@@ -264,7 +318,7 @@ def test_a_batch_without_pictures_adds_nothing(moved_keys: Callable[..., Path], 
 
 @pytest.fixture
 def same_rows(data: Path) -> Path:
-    """A file that has the same row sixteen times."""
+    """The path of a file that has one row of the fixture `data` sixteen times."""
     (row,) = [row for row in json.loads(data.read_text()) if row["id"] == 7]
     path = data.parent / "same.json"
     path.write_text(json.dumps([row] * 16))
@@ -272,17 +326,17 @@ def same_rows(data: Path) -> Path:
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_accumulation_and_processes_change_nothing(
-    moved_keys: Callable[..., Path],
+def test_a_step_of_two_passes_is_that_of_one_pass_for_equal_rows(
+    with_key_adapters: Callable[..., Path],
     same_rows: Path,
     tmp_path: Path,
     num_processes: int,
 ) -> None:
-    """All passes have the same rows, so a step's mean over two passes is equal to the mean of one pass.
+    """All passes have the same rows, so the mean of two passes is that of one pass.
 
-    The second run takes the two passes of a step one after the other, or in two processes.
+    The two passes of a step come one after the other, or in two processes.
     """
-    fields = {**ADAPT, "model_name_or_path": str(moved_keys()), "dataset_name": str(same_rows), "max_steps": 2}
+    fields = {**ADAPT, "model_name_or_path": str(with_key_adapters()), "dataset_name": str(same_rows), "max_steps": 2}
     fields |= {"key_mmd_weight": 30.0, "key_gram_weight": 3.0, "optim": "sgd", "learning_rate": 0.1}
     fields |= {"max_grad_norm": 0, "per_device_train_batch_size": 2, "logging_steps": 1}
     one_pass = tmp_path / "one pass"
@@ -309,7 +363,7 @@ def test_accumulation_and_processes_change_nothing(
 
 
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
-def test_a_run_moves_keys_reloads_and_merges(
+def test_a_run_aligns_keys_and_its_adapter_loads_and_merges(
     composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
     folder = composed(key_adapter_rank=4)
@@ -317,19 +371,22 @@ def test_a_run_moves_keys_reloads_and_merges(
     fields |= {"num_train_epochs": 4, "key_mmd_weight": 2.0, "key_gram_weight": 0.1, "logging_steps": 4}
     fields["gradient_checkpointing"] = bool(packing)
     run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
+
     steps = read_steps(tmp_path / "adapter")
     assert steps[-1]["key_mmd"] < 0.5 * steps[0]["key_mmd"]
     assert steps[-1]["key_gram"] > 0
 
     # Key adapters are saved with all their weights, and `k_proj` has no LoRA beside them.
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    key_adapter_weights = {name.rsplit(".", 1)[-1] for name in saved if ".key_adapter." in name}
+    key_adapter_weights = {name.split(".")[-1] for name in saved if ".key_adapter." in name}
     assert key_adapter_weights == {"down", "up", "gate_weight", "gate_bias"}
     assert not any("k_proj" in name and "lora_" in name for name in saved)
 
-    # The merged model and the adapter, each loaded from its folder, give the same logits as the trained model.
+    # The merged model and the adapter, each loaded from its folder, give the logits of the trained model.
     merged = merge(tmp_path / "adapter").eval()
-    assert not any("lora" in name or "modules_to_save" in name for name, _ in merged.named_parameters())
+    for name, _ in merged.named_parameters():
+        assert "lora" not in name
+        assert "modules_to_save" not in name
     merged.save_pretrained(tmp_path / "merged")
     inputs = Batch(folder, data, packed=False).inputs
     base = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
@@ -357,5 +414,5 @@ def test_which_stages_train_key_adapters(composed: Callable[..., Path], stage: S
             assert parameter.requires_grad == (stage is not Stage.ALIGN), name
         elif "k_proj.base" in name:
             assert parameter.requires_grad == (stage is Stage.INSTRUCT), name
-    # With LoRA, PEFT trains a copy of each key adapter and keeps the original.
+    # Only in stage "adapt" is there a PEFT model, which trains copies of modules and keeps the originals.
     assert (num_originals > 0) == (stage is Stage.ADAPT)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ pytest.importorskip("peft")
 
 ADAPT = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4}
 STREAM = {"dataset_streaming": True, "max_steps": 8, "global_batch_size": None, "gradient_accumulation_steps": 2}
+# The recipe fields of each kind of run. The last kind trains key adapters, so its model has them.
 KINDS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": "align"},
     "stage 2": INSTRUCT,
@@ -28,53 +29,67 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def drive(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *events: int) -> None:
-    """Let kill_driver.py, which documents the events, kill and resume a run at each of them."""
+def run_driver(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *events: int) -> None:
+    """Run kill_driver.py, which documents what an event is.
+
+    The driver kills and resumes a run in `folder/N` at each event N. Without events, it trains an unbroken run.
+    """
     key_adapter_rank = 4 if "key_mmd_weight" in KINDS[kind] else 0
     fields = {**FAST, **KINDS[kind], "dataset_name": str(data), "save_steps": 3, "logging_steps": 1}
     fields["model_name_or_path"] = str(composed(key_adapter_rank=key_adapter_rank))
-    fields["output_dir"] = "overridden by the driver"
+    fields["output_dir"] = "unused"  # the driver gives another on the command line
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**fields))
 
     driver = Path(__file__).with_name("kill_driver.py")
-    numbers = [str(event) for event in events]
-    command = [sys.executable, str(driver), str(recipe), str(folder), *numbers]
+    command = [sys.executable, str(driver), str(recipe), str(folder), *map(str, events)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
 
 
-def kill_at(
-    kind: str, composed: Callable[..., Path], data: Path, folder: Path, choose: Callable[[int], Iterable[int]]
-) -> None:
-    """Kill and resume a run at each of some events, and compare it with an unbroken run.
+def train_unbroken(kind: str, composed: Callable[..., Path], data: Path, folder: Path) -> int:
+    """Train a run that isn't killed, in `folder/unbroken`, and return the number of its events."""
+    run_driver(kind, composed, data, folder)
+    events = (folder / "unbroken" / "events.txt").read_text().splitlines()
+    return len(events)
 
-    `choose` picks the events, given how many there are.
-    """
-    drive(kind, composed, data, folder)
-    num_events = len((folder / "unbroken" / "events.txt").read_text().splitlines())
-    events = choose(num_events)
-    drive(kind, composed, data, folder, *events)
 
-    file = "adapter_model.safetensors" if KINDS[kind]["stage"] == "adapt" else "model.safetensors"
-    expected = read_steps(folder / "unbroken")
-    assert len(expected) == 8  # steps of 4 rows: more than one epoch of the 30 rows, so a stream has begun anew
-    for event in events:
-        assert changed_weights(folder / "unbroken", folder / str(event), file) == set(), event
-        lines = read_steps(folder / str(event))
+def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
+    """Check that the run killed at an event has the weights and the log of the unbroken run."""
+    unbroken = folder / "unbroken"
+    killed = folder / str(event)
+    file_name = "adapter_model.safetensors" if KINDS[kind]["stage"] == "adapt" else "model.safetensors"
+    assert changed_weights(unbroken, killed, file_name) == set(), event
+
+    steps = read_steps(killed)
+    expected_steps = read_steps(unbroken)
+    assert len(expected_steps) == 8  # steps of 4 rows: more than one epoch of the 30 rows, so a stream has begun anew
+    for step, expected in zip(steps, expected_steps, strict=True):
         for name in ("step", "epoch", "loss", "num_tokens", "norm/visual"):
-            assert [line.get(name) for line in lines] == [line.get(name) for line in expected], (event, name)
+            assert step.get(name) == expected.get(name), (event, name)
 
 
 @pytest.mark.parametrize("kind", ["stage 2, packed", "stage 2, streaming with two workers"])
-def test_killed_at_a_few_points(kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    kill_at(kind, composed, data, tmp_path, lambda num_events: [num_events // 4, num_events // 2])
+def test_a_run_killed_at_two_points_ends_as_the_unbroken_one(
+    kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    num_events = train_unbroken(kind, composed, data, tmp_path)
+    events = [num_events // 4, num_events // 2]
+    run_driver(kind, composed, data, tmp_path, *events)
+    for event in events:
+        assert_same_as_unbroken(kind, tmp_path, event)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_many_points(kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    step = 1 if kind == "stage 2, packed" else 4
-    kill_at(kind, composed, data, tmp_path, lambda num_events: range(1, num_events + 1, step))
+def test_a_run_killed_at_many_points_ends_as_the_unbroken_one(
+    kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    num_events = train_unbroken(kind, composed, data, tmp_path)
+    interval = 1 if kind == "stage 2, packed" else 4  # one kind is killed at every event, the others at every fourth
+    events = range(1, num_events + 1, interval)
+    run_driver(kind, composed, data, tmp_path, *events)
+    for event in events:
+        assert_same_as_unbroken(kind, tmp_path, event)

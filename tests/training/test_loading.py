@@ -1,4 +1,4 @@
-"""A model that can't be loaded is named."""
+"""Errors in loading a model name the model's folder, and a bug of ours keeps its traceback."""
 
 import shutil
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from training.arguments import RunArguments, TrainingConfig
 from training.loading import load_base, load_config
 
 
-def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:
+def test_an_error_names_the_folder_that_holds_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=f"^{tmp_path} can't be loaded: .*model_type"):
         load_config(str(tmp_path))
 
 
-def test_a_model_that_lacks_weights_is_named(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_error_names_the_model_that_lacks_weights(composed: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(composed(), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -29,6 +29,6 @@ def test_a_model_that_lacks_weights_is_named(composed: Callable[..., Path], tmp_
         load_base(run_args, args)
 
 
-def test_other_errors_keep_their_traceback() -> None:
+def test_an_error_that_is_no_users_fault_stays_as_it_is() -> None:
     with pytest.raises(KeyError), errors_named_after("model"):
         {}["a bug"]

@@ -23,17 +23,17 @@ QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 def merged(
     request: pytest.FixtureRequest, backbones: Callable[[str], Path]
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A model that makes one image token of 2 x 2 patches. CLIP also has a class token, which is left out."""
+    """A model that makes one image token of 2 x 2 patches, with its processor. CLIP's class token is left out."""
     return compose(str(backbones(request.param)), str(backbones("qwen2")), spatial_merge_size=2)
 
 
-def test_a_picture_becomes_a_quarter_as_many_tokens(
+def test_four_patches_become_one_image_token(
     merged: tuple[NormLlavaForConditionalGeneration, LlavaProcessor], picture: Image.Image
 ) -> None:
     model, processor = merged
     prompt = processor.apply_chat_template(QUESTION, add_generation_prompt=True)
     inputs = processor(images=[picture], text=prompt, return_tensors="pt")
-    # The processor, the config and training count one image token for the picture's four patches.
+    # A picture has 2 x 2 patches in all. The processor, the config and training count one image token for them.
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 1
     assert model.config.image_seq_length == 1
     assert RowTokenizer(processor, processor.chat_template).tokens_per_tile == 1
@@ -66,29 +66,24 @@ def test_a_saved_model_loads_by_auto_classes(
 def test_the_projector_can_be_aligned(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")), spatial_merge_size=2)
     weight_before = model.model.multi_modal_projector.linear_1.weight.clone()
-    assert weight_before.shape == (32, 4 * 24)  # its input is four patches of width 24
+    assert weight_before.shape == (32, 4 * 24)  # the projector's input is four patches of width 24
 
     rows = []
     for colour in ("black", "white"):
         Image.new("RGB", (28, 28), colour).save(tmp_path / f"{colour}.png")
-        rows.append(
-            {
-                "image": f"{colour}.png",
-                "image_folder": str(tmp_path),
-                "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": colour}],
-                "source": f"row {colour}",
-            }
-        )
+        turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": colour}]
+        row = {"image": f"{colour}.png", "image_folder": str(tmp_path), "conversations": turns, "source": colour}
+        rows.append(row)
     align(model, processor, Dataset.from_list(rows), seed=0, steps=2)
     assert not torch.equal(model.model.multi_modal_projector.linear_1.weight, weight_before)
 
 
-def test_squares_that_do_not_fill_the_picture_are_refused(backbones: Callable[[str], Path]) -> None:
+def test_a_merge_size_that_does_not_divide_the_picture_is_refused(backbones: Callable[[str], Path]) -> None:
     with pytest.raises(UserError, match=r"spatial_merge_size 3 doesn't divide .* 2 x 2 patches: take one of 1, 2,"):
         compose(str(backbones("siglip")), str(backbones("qwen2")), spatial_merge_size=3)
 
 
-def test_a_converted_llava_keeps_its_patches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_llava_cannot_be_converted_to_merged_patches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--llava_model=x", f"--output_dir={tmp_path}", "--spatial_merge_size=2"])
     assert "--spatial_merge_size is for a new projector" in capsys.readouterr().err

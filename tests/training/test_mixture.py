@@ -1,4 +1,4 @@
-"""Several sources in one run: how often each row comes, how rows are checked, and what is recorded."""
+"""Several sources of rows in one run: how often each row comes, how rows are checked, and what is recorded."""
 
 import json
 import logging
@@ -24,8 +24,10 @@ from training.run import Run
 
 @pytest.fixture
 def stored(data: Path, tmp_path: Path) -> Path:
-    """A saved dataset of 8 rows. Its columns hold the pictures themselves and lists of turns, where LLaVA JSON has
-    paths and text."""
+    """The folder of a dataset of 8 rows, saved by `datasets`, with a split "test" that has only the last row.
+
+    The column of pictures has the pictures themselves, where LLaVA JSON has paths.
+    """
     pictures = []
     conversations = []
     for number in range(8):
@@ -44,12 +46,16 @@ def tokenize(composed: Callable[..., Path]) -> RowTokenizer:
 
 @pytest.fixture
 def args(tmp_path: Path) -> TrainingConfig:
+    """The arguments of a run in float32 on the CPU."""
     return TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
 
 
 @pytest.fixture
-def read(tokenize: RowTokenizer, args: TrainingConfig) -> Callable[..., Any]:
-    """A function that reads the rows of sources, each given as an entry of a recipe's `datasets`."""
+def read_sources(tokenize: RowTokenizer, args: TrainingConfig) -> Callable[..., Any]:
+    """A function that calls `read_rows` for sources, each given as an entry of a recipe's `datasets`.
+
+    It returns the rows, the fingerprint of the mixture, and what an epoch takes from each source.
+    """
     return lambda *entries: read_rows(RunArguments(datasets=list(entries)), args, tokenize)
 
 
@@ -58,14 +64,17 @@ def image_bytes(row: Row) -> list[bytes]:
 
 
 def test_sources_with_columns_of_different_types_are_mixed(
-    data: Path, stored: Path, tokenize: RowTokenizer, read: Callable[..., Any]
+    data: Path, stored: Path, tokenize: RowTokenizer, read_sources: Callable[..., Any]
 ) -> None:
-    rows, _, sources = read({"path": str(data)}, {"path": str(stored), "weight": 1.5})
-    drawn = [(source.rows, source.good_rows, source.drawn) for source in sources]
-    assert drawn == [(30, 30, 30), (8, 8, 12)]
+    rows, _, sources = read_sources({"path": str(data)}, {"path": str(stored), "weight": 1.5})
+    first, second = sources
+    assert first.good_rows == 30
+    assert first.drawn == 30
+    assert second.good_rows == 8
+    assert second.drawn == 12  # 1.5 times 8
     assert len(rows) == 42
 
-    # A mixed row is the row of its source. `source` has the source's path and, as its last word, the row's number.
+    # Each row is as its source has it. A row's `source` is such as "/tmp/data.json, row 7".
     for row in rows:
         path = data if row["source"].startswith(str(data)) else stored
         number = int(row["source"].split()[-1])
@@ -75,51 +84,55 @@ def test_sources_with_columns_of_different_types_are_mixed(
 
 
 def test_the_fingerprint_of_a_mixture_depends_on_order_and_weights(
-    data: Path, stored: Path, read: Callable[..., Any]
+    data: Path, stored: Path, read_sources: Callable[..., Any]
 ) -> None:
+    def fingerprint(*entries: dict[str, Any]) -> str:
+        _, mixture_fingerprint, _ = read_sources(*entries)
+        return mixture_fingerprint
+
     first = {"path": str(data)}
     second = {"path": str(stored), "weight": 1.5}
-    _, fingerprint, _ = read(first, second)
-    _, same, _ = read(first, second)
-    assert same == fingerprint
-
-    _, swapped, _ = read(second, first)
-    assert swapped != fingerprint
-    _, reweighted, _ = read(first, {**second, "weight": 1.6})
-    assert reweighted != fingerprint
+    expected = fingerprint(first, second)
+    assert fingerprint(first, second) == expected
+    assert fingerprint(second, first) != expected
+    assert fingerprint(first, {**second, "weight": 1.6}) != expected
 
 
-def test_held_out_rows_are_those_of_the_test_split(
-    stored: Path, tokenize: RowTokenizer, args: TrainingConfig, read: Callable[..., Any]
-) -> None:
+def test_held_out_rows_are_those_of_the_split_test(stored: Path, tokenize: RowTokenizer, args: TrainingConfig) -> None:
     run_args = RunArguments(dataset_name=str(stored), eval_dataset_name=str(stored))
     held_out = read_held_out(run_args, args, tokenize)
-    test_rows, _, _ = read({"path": str(stored), "split": "test"})
     assert len(held_out) == 1
-    assert len(test_rows) == 1
 
 
+def test_a_source_can_name_its_split(stored: Path, read_sources: Callable[..., Any]) -> None:
+    rows, _, _ = read_sources({"path": str(stored), "split": "test"})
+    assert len(rows) == 1
+
+
+# Each number is the weight times 30 rows, but at least 1.
 @pytest.mark.parametrize(("weight", "num_drawn"), [(1, 30), (2, 60), (0.3, 9), (2.5, 75), (0.01, 1)])
 def test_a_weight_says_how_often_rows_come(
-    data: Path, stored: Path, read: Callable[..., Any], weight: float, num_drawn: int
+    data: Path, stored: Path, read_sources: Callable[..., Any], weight: float, num_drawn: int
 ) -> None:
     weighted = {"path": str(data), "weight": weight}
-    other = {"path": str(stored)}  # 8 rows, which follow
-    rows, _, sources = read(weighted, other)
+    other = {"path": str(stored)}  # its 8 rows follow
+    rows, _, sources = read_sources(weighted, other)
     assert sources[0].drawn == num_drawn
     assert len(rows) == num_drawn + 8
 
-    times = Counter(rows["source"][:num_drawn])
-    assert set(times.values()) <= {int(weight), int(weight) + 1}
+    # With weight 2.5 each row comes two or three times.
+    counts = Counter(rows["source"][:num_drawn])
+    assert set(counts.values()) <= {int(weight), int(weight) + 1}
     if weight == 0.3:
-        first_rows, _, _ = read({"path": str(data)})
-        assert set(times) != set(first_rows["source"][:9])  # a random sample, not the head of the file
+        # The 9 rows are a random sample, and not the first ones of the file.
+        all_rows, _, _ = read_sources({"path": str(data)})
+        assert set(counts) != set(all_rows["source"][:9])
 
-    again, _, _ = read(weighted, other)
-    assert again["source"] == rows["source"]
+    rows_again, _, _ = read_sources(weighted, other)
+    assert rows_again["source"] == rows["source"]
 
 
-def test_a_run_on_a_mixture_records_its_sources_and_resumes_with_the_same_ones_alone(
+def test_a_run_on_a_mixture_records_its_sources_and_does_not_resume_with_others(
     composed: Callable[..., Path],
     data: Path,
     stored: Path,
@@ -133,13 +146,15 @@ def test_a_run_on_a_mixture_records_its_sources_and_resumes_with_the_same_ones_a
     with caplog.at_level(logging.INFO):
         run(tmp_path, **fields, output_dir=str(out))
     assert f"{stored}: 8 rows, 8 good, 16 an epoch" in caplog.text
-    assert read_metrics(out)[-1]["step"] == 8
+    assert read_metrics(out)[-1]["step"] == 8  # 31 rows, in global batches of 4
 
-    first, second = Run.read(out).sources
-    assert (first.path, first.is_local) == (str(data), True)
-    assert (first.rows, first.good_rows, first.weight, first.drawn) == (30, 30, 0.5, 15)
-    assert (second.path, second.is_local) == (str(stored), True)
-    assert (second.rows, second.good_rows, second.weight, second.drawn) == (8, 8, 2, 16)
+    sources = Run.read(out).sources
+    assert [source.path for source in sources] == [str(data), str(stored)]
+    assert [source.is_local for source in sources] == [True, True]
+    assert [source.rows for source in sources] == [30, 8]
+    assert [source.good_rows for source in sources] == [30, 8]
+    assert [source.weight for source in sources] == [0.5, 2]
+    assert [source.drawn for source in sources] == [15, 16]
 
     entries[1]["weight"] = 3
     with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: "):
@@ -149,7 +164,7 @@ def test_a_run_on_a_mixture_records_its_sources_and_resumes_with_the_same_ones_a
 def test_bad_rows_of_all_sources_are_listed(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Two sources of six good rows, and a bad one at their end.
+    # Each of the two sources has six good rows, and a bad one at its end.
     entries = []
     rows = [*json.loads(data.read_text())[:6], {"conversations": []}]
     for name in ("first", "second"):
@@ -157,16 +172,22 @@ def test_bad_rows_of_all_sources_are_listed(
         entries.append({"path": str(tmp_path / f"{name}.json"), "image_folder": str(data.parent)})
     fields = {"stage": "align", "model_name_or_path": str(composed()), "datasets": entries, "max_steps": 1}
     out = tmp_path / "out"
+
+    # By default, bad rows end the run before the model is loaded.
     with monkeypatch.context() as patched:
         patched.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
         with pytest.raises(ValueError, match=r"first.json, row 6: .* 1 of 7 rows are bad"):
             run(tmp_path, **fields, output_dir=str(out))
+
+    # With `bad_rows` "skip" they are listed. A resumed run writes the list anew.
     for resume in (False, True):
         run(tmp_path, **fields, output_dir=str(out), bad_rows="skip", resume_from_checkpoint=resume)
         lines = (out / "bad_rows.jsonl").read_text().splitlines()
         listed = [json.loads(line)["source"] for line in lines]
         assert listed == [f"{tmp_path}/first.json, row 6", f"{tmp_path}/second.json, row 6"]
-    assert [(source.rows, source.good_rows) for source in Run.read(out).sources] == [(7, 6), (7, 6)]
+    for source in Run.read(out).sources:
+        assert source.rows == 7
+        assert source.good_rows == 6
 
 
 def test_stage_align_needs_a_picture(composed: Callable[..., Path], tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,4 +1,7 @@
-"""Packed rows train as padded rows do, contain every sample once, and are within their limit."""
+"""Packed rows: they train as padded rows do, have every sample once in an epoch, and are not longer than allowed.
+
+A packed row is what several rows of the data become; in a packed row they are called samples.
+"""
 
 import math
 from collections.abc import Callable
@@ -30,23 +33,20 @@ from training.collator import VisionLanguageCollator
 from training.monitor import InterfaceMonitor
 
 
-# The number of pictures of each row.
-NUM_IMAGES = [1, 0, 2, 1, 0]
-
-
 @pytest.fixture
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
-    """Five rows of different lengths: two without pictures, two with one picture, and one with two pictures.
+    """Five rows of different lengths, with 1, 0, 2, 1 and 0 pictures.
 
-    Row 0 has a square picture. Those of the rows 2 and 3 are three and four times as wide as high.
+    Row 0 has a square picture. The pictures of the rows 2 and 3 are three and four times as wide as high.
     """
     rows = []
-    for number, num_images in enumerate(NUM_IMAGES):
+    for number, num_images in enumerate([1, 0, 2, 1, 0]):
         paths = []
-        for image in range(num_images):
-            path = tmp_path / f"{number}-{image}.png"
+        for image_number in range(num_images):
+            path = tmp_path / f"{number}-{image_number}.png"
             width = 28 * (number + 1)
-            Image.effect_noise((width, 28), 40 + 20 * number + image).convert("RGB").save(path)
+            noise = Image.effect_noise((width, 28), 40 + 20 * number + image_number)
+            noise.convert("RGB").save(path)
             paths.append(str(path))
         question = "<image>\n" * num_images + "What" + " really" * number + "?"
         answer = f"answer {number}" + " and more" * (5 - number)
@@ -56,28 +56,35 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def random_sizes(num_samples: int) -> Dataset:
-    """Lengths of samples from 700 to 3,700, most of them short, and numbers of pictures from 0 to 2."""
+    """A length from 700 to 3,700 for each sample, mostly a short one, and a number of pictures from 0 to 2."""
     generator = torch.Generator().manual_seed(0)
     lengths = 700 + 3000 * torch.rand(num_samples, generator=generator) ** 4
     return Dataset.from_dict({"length": lengths.long().numpy(), "num_tiles": np.arange(num_samples) % 3})
 
 
-def packed_size(sizes: Dataset, samples: list[int], blank: int) -> int:
-    """Number of tokens of a packed row, with a blank picture if the row has no other."""
-    row = sizes.select(samples)
-    if any(row["num_tiles"]):
-        return sum(row["length"])
-    return sum(row["length"]) + blank
+def packed_row_length(sizes: Dataset, sample_numbers: list[int], blank: int) -> int:
+    """The number of tokens in a packed row of these samples.
+
+    If no sample has a picture, the row gets a blank picture, which has `blank` tokens.
+    """
+    samples = sizes.select(sample_numbers)
+    length = sum(samples["length"])
+    if not any(samples["num_tiles"]):
+        length += blank
+    return length
 
 
 def loss_and_gradients(
     model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """A batch's loss, and the gradients. The loss is computed in float64; the model itself would use float32."""
+    """The loss of a batch, and its gradients by the parameters' names.
+
+    The loss is computed here in float64, because the model itself would compute it in float32.
+    """
     inputs = dict(inputs)
     inputs["pixel_values"] = inputs["pixel_values"].double()
     next_tokens = inputs.pop("labels")[:, 1:]
-    # As in training, there is no cache: with one, transformers wouldn't look for packed samples.
+    # As in training, there is no cache: with a cache, transformers would take a packed row for one sample.
     logits = model(**inputs, use_cache=False).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
     loss.backward()
@@ -105,11 +112,14 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     assert "attention_mask" not in packed_batch
     assert packed_batch["input_ids"].shape == (1, padded_batch["attention_mask"].sum())
 
-    # The collator says the same of the samples as transformers finds in their positions.
+    # The collator gives the starts and lengths of samples that transformers would find in the positions.
     cu_seq_lens, max_lengths = prepare_fa_kwargs_from_position_ids(packed_batch["position_ids"])
-    assert torch.equal(packed_batch["cu_seq_lens_q"], cu_seq_lens[0])
-    assert torch.equal(packed_batch["cu_seq_lens_k"], cu_seq_lens[1])
-    assert (packed_batch["max_length_q"], packed_batch["max_length_k"]) == max_lengths
+    cu_seq_lens_q, cu_seq_lens_k = cu_seq_lens
+    max_length_q, max_length_k = max_lengths
+    assert torch.equal(packed_batch["cu_seq_lens_q"], cu_seq_lens_q)
+    assert torch.equal(packed_batch["cu_seq_lens_k"], cu_seq_lens_k)
+    assert packed_batch["max_length_q"] == max_length_q
+    assert packed_batch["max_length_k"] == max_length_k
 
     model = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
     expected_loss, expected_gradients = loss_and_gradients(model, padded_batch)
@@ -127,8 +137,8 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
         assert error <= 1e-6 * expected.norm() + 1e-9, f"{name}: {error:.1e} of {expected.norm():.1e}"
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_blank_picture_is_not_measured(
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_norms_of_a_blank_picture_are_not_logged(
     composed: Callable[..., Path], rows: list[dict[str, Any]], packed: bool
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
@@ -136,90 +146,120 @@ def test_a_blank_picture_is_not_measured(
     monitor = InterfaceMonitor(model, processor)
     monitor.active = True
 
-    def measure(some_rows: list[dict[str, Any]]) -> dict[str, float]:
-        inputs = collate(composed(), some_rows, packed)
+    def measure_norms(rows_of_batch: list[dict[str, Any]]) -> dict[str, float]:
+        inputs = collate(composed(), rows_of_batch, packed)
         del inputs["labels"]
         model.model(**inputs, use_cache=False)
         return monitor.collect(lambda sums: sums)
 
     row_without_pictures = rows[1]
-    assert "norm/visual" not in measure([row_without_pictures])
-    metrics = measure(rows)
-    target = model.model.multi_modal_projector.norm.weight.norm().item()
-    assert metrics["norm/visual"] == pytest.approx(target, rel=0.05)
+    assert "norm/visual" not in measure_norms([row_without_pictures])
+
+    # After the norm layer, a token's L2 norm is about that of the layer's gain.
+    expected = model.model.multi_modal_projector.norm.weight.norm().item()
+    assert measure_norms(rows)["norm/visual"] == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("config", [Lfm2Config(full_attn_idxs=[1]), FalconH1Config(), BioGptConfig()])
+@pytest.mark.parametrize(
+    "config",
+    [Lfm2Config(full_attn_idxs=[1]), FalconH1Config(), BioGptConfig()],
+    ids=lambda config: config.model_type,
+)
 def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedConfig) -> None:
-    """Their tokens would read earlier samples of the row, and training would have a wrong loss without a warning."""
+    """Tokens would read earlier samples of the row, and training would have a wrong loss without a warning."""
     with pytest.raises(ValueError, match=f"packed_length: the decoder .{config.model_type}. mixes the samples"):
         require_separate_samples(config)
+
+
+def test_decoders_that_keep_the_samples_of_a_row_apart_are_accepted() -> None:
     require_separate_samples(Gemma3TextConfig())
     require_separate_samples(LlamaConfig())
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 @pytest.mark.parametrize("num_samples", [64, 67, 79])
-def test_every_sample_once_in_an_epoch_and_the_same_steps_on_any_number_of_processes(
+def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_processes(
     num_processes: int, num_samples: int
 ) -> None:
+    samples_per_step = 16
+    packed_length = 5000
+    blank = 729
     sizes = random_sizes(num_samples)
     lengths = np.array(sizes["length"])
-    samples_per_step, packed_length, blank = 16, 5000, 729
-    accumulation_steps = plan_packing(sizes, blank, samples_per_step, num_processes, [42, 43], packed_length)
+    accumulation_steps = plan_packing(
+        sizes, blank, samples_per_step, num_processes, seeds=[42, 43], packed_length=packed_length
+    )
 
-    def pack(accumulation_steps: int, seed: int) -> list[list[int]]:
+    def pack_epoch(accumulation_steps: int, seed: int) -> list[list[int]]:
+        """The packed rows of an epoch, each a list of sample numbers."""
         return packed_batches(lengths, samples_per_step, num_processes, accumulation_steps, seed)
 
-    def is_too_long(row: list[int]) -> bool:
-        return packed_size(sizes, row, blank) > packed_length
+    def is_too_long(packed_row: list[int]) -> bool:
+        return packed_row_length(sizes, packed_row, blank) > packed_length
 
-    first_epoch = pack(accumulation_steps, seed=42)
-    second_epoch = pack(accumulation_steps, seed=43)
-    assert sorted(sample for row in first_epoch for sample in row) == list(range(num_samples))
+    first_epoch = pack_epoch(accumulation_steps, seed=42)
+    second_epoch = pack_epoch(accumulation_steps, seed=43)
     assert first_epoch != second_epoch
-    assert not any(is_too_long(row) for row in first_epoch + second_epoch)
+    assert not any(is_too_long(packed_row) for packed_row in first_epoch + second_epoch)
+    sample_numbers = [number for packed_row in first_epoch for number in packed_row]
+    assert sorted(sample_numbers) == list(range(num_samples))
 
-    # The samples of an optimizer step don't depend on the number of processes, nor on that of accumulation steps.
-    samples_of_steps = packed_batches(lengths, samples_per_step, num_processes=1, accumulation_steps=1, seed=42)
+    # The samples of an optimizer step are those of one process that packs all samples of a step into one row.
     rows_per_step = accumulation_steps * num_processes
+    samples_of_steps = packed_batches(lengths, samples_per_step, num_processes=1, accumulation_steps=1, seed=42)
     assert len(samples_of_steps) == math.ceil(num_samples / samples_per_step)
     assert len(samples_of_steps) == math.ceil(len(first_epoch) / rows_per_step)
-    for number, samples in enumerate(samples_of_steps):
-        rows_of_step = first_epoch[number * rows_per_step : (number + 1) * rows_per_step]
-        assert sorted(sample for row in rows_of_step for sample in row) == sorted(samples)
+    for step, expected_samples in enumerate(samples_of_steps):
+        first = step * rows_per_step
+        rows_of_step = first_epoch[first : first + rows_per_step]
+        samples = [number for packed_row in rows_of_step for number in packed_row]
+        assert sorted(samples) == sorted(expected_samples)
 
-    # With fewer accumulation steps, some row would be too long.
+    # With fewer accumulation steps, some packed row would be too long.
     if accumulation_steps > 1:
-        rows = pack(accumulation_steps - 1, seed=42) + pack(accumulation_steps - 1, seed=43)
-        assert any(is_too_long(row) for row in rows)
+        packed_rows = pack_epoch(accumulation_steps - 1, seed=42) + pack_epoch(accumulation_steps - 1, seed=43)
+        assert any(is_too_long(packed_row) for packed_row in packed_rows)
 
 
-def test_plans_that_cannot_be_met() -> None:
-    def plan(lengths: list[int], samples_per_step: int, num_processes: int, blank: int = 0) -> int:
-        sizes = Dataset.from_dict({"length": lengths, "num_tiles": [0] * len(lengths)})
-        return plan_packing(sizes, blank, samples_per_step, num_processes, seeds=[42], packed_length=800)
-
+def test_a_sample_that_is_too_long_with_the_blank_picture_is_refused() -> None:
+    sizes = Dataset.from_dict({"length": [100, 50], "num_tiles": [0, 0]})
     with pytest.raises(ValueError, match=r"the longest has 829 .text alone gets a blank picture of 729"):
-        plan([100, 50], samples_per_step=2, num_processes=1, blank=729)
+        plan_packing(sizes, blank=729, samples_per_step=2, num_processes=1, seeds=[42], packed_length=800)
+
+
+def test_a_step_whose_samples_do_not_fit_is_refused() -> None:
+    """A step has four samples of 500 tokens, and each of three processes has rows of 800 tokens.
+
+    With one accumulation step a row would have two samples. With two, there would be six rows for four samples.
+    """
+    sizes = Dataset.from_dict({"length": [500] * 9, "num_tiles": [0] * 9})
     with pytest.raises(ValueError, match="samples of a step can't be packed into rows of 800 tokens on 3 process"):
-        plan([500] * 9, samples_per_step=4, num_processes=3)
+        plan_packing(sizes, blank=0, samples_per_step=4, num_processes=3, seeds=[42], packed_length=800)
 
 
-def test_a_packed_row_without_pictures_leaves_room_for_the_blank_one(
+def test_a_packed_row_without_pictures_leaves_room_for_the_blank_picture(
     composed: Callable[..., Path], rows: list[dict[str, Any]]
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     tokenize = RowTokenizer(processor, processor.chat_template)
-    samples = [tokenize(row) for row in [rows[1], rows[4]] * 3]  # the rows without pictures
+    collator = VisionLanguageCollator(tokenize, packed=True)
+    rows_without_pictures = [rows[1], rows[4]] * 3
+    samples = [tokenize(row) for row in rows_without_pictures]
     lengths = [sample["length"] for sample in samples]
     sizes = Dataset.from_dict({"length": lengths, "num_tiles": [0] * 6})
-    blank = tokenize.tokens_per_tile
+    # Two samples fit into a packed row, but not with the four tokens of the blank picture.
     packed_length = lengths[0] + lengths[1] + 2
-    assert blank > 2  # so two samples would fit into a row only without the blank picture
+    blank = tokenize.tokens_per_image
+    assert blank == 4
 
-    accumulation_steps = plan_packing(sizes, blank, 6, 1, [0], packed_length)
-    for row in packed_batches(np.array(lengths), 6, 1, accumulation_steps, 0):
-        batch = VisionLanguageCollator(tokenize, packed=True)([samples[number] for number in row])
-        assert batch["input_ids"].shape[1] == packed_size(sizes, row, blank)
-        assert batch["input_ids"].shape[1] <= packed_length
+    accumulation_steps = plan_packing(
+        sizes, blank, samples_per_step=6, num_processes=1, seeds=[0], packed_length=packed_length
+    )
+    packed_rows = packed_batches(
+        np.array(lengths), samples_per_step=6, num_processes=1, accumulation_steps=accumulation_steps, seed=0
+    )
+    for packed_row in packed_rows:
+        batch = collator([samples[number] for number in packed_row])
+        length = batch["input_ids"].shape[1]
+        assert length == packed_row_length(sizes, packed_row, blank)
+        assert length <= packed_length

@@ -1,4 +1,4 @@
-"""Plans of a step: their memory against what a run allocates, and their FLOPs against torch's count of a real pass."""
+"""Plans of a step (training/plan.py): memory as a run allocates it, and FLOPs as torch counts them in a real pass."""
 
 import json
 import logging
@@ -22,8 +22,11 @@ from training.stages import base_model
 from training.trainer import NormLlavaTrainer
 
 
+# The number of samples in a batch.
 SAMPLES = 8
-STAGES = {"align": {"stage": "align"}, "instruct": INSTRUCT, "adapt": {"stage": "adapt", "lora_r": 4}}
+LORA_RANK = 4
+# The recipe fields of each stage.
+STAGES = {"align": {"stage": "align"}, "instruct": INSTRUCT, "adapt": {"stage": "adapt", "lora_r": LORA_RANK}}
 
 
 @pytest.fixture
@@ -32,8 +35,8 @@ def recipe(composed: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
     return {**FAST, "model_name_or_path": str(composed()), "dataset_name": "none", "output_dir": str(tmp_path / "out")}
 
 
-def plan_fields(fields: dict[str, Any], batch: Batch, devices: int = 1) -> StepPlan:
-    """The plan of a recipe with these fields."""
+def make_plan(fields: dict[str, Any], batch: Batch, devices: int = 1) -> StepPlan:
+    """The plan of a step of a recipe with these fields."""
     run_args, args = parse_arguments([f"--{name}={value}" for name, value in fields.items()])
     config = NormLlavaConfig.from_pretrained(fields["model_name_or_path"])
     return plan_step(config, run_args, args, batch, devices)
@@ -41,7 +44,7 @@ def plan_fields(fields: dict[str, Any], batch: Batch, devices: int = 1) -> StepP
 
 @pytest.fixture(scope="session")
 def equal_rows(data: Path) -> Path:
-    """32 equal rows, each with a picture and an answer of 20 tokens."""
+    """The path of 32 equal rows, each with a picture and an answer of 20 bytes, each of which is a token."""
     turns = [{"from": "human", "value": "<image>\n" + "What? " * 15}, {"from": "gpt", "value": "a number of 20 bytes"}]
     path = data.with_name("equal.json")
     path.write_text(json.dumps([{"image": "0.png", "conversations": turns}] * 32))
@@ -49,34 +52,34 @@ def equal_rows(data: Path) -> Path:
 
 
 def measure_run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> tuple[int, Batch]:
-    """Run the script under torch's profiler.
+    """Run the training script under torch's profiler, on rows that are all equal.
 
     Returns:
-        The peak of the bytes that it allocates while it trains, and the batch of each pass. The bytes don't include
-        the weights, which are loaded before.
+        The peak of the bytes that training allocates, without the weights, which are loaded before; and the batch of
+        each pass.
     """
     train = NormLlavaTrainer.train
     trace = folder / "trace.json"
-    first_rows: list[dict[str, Any]] = []
+    tokenized_rows: list[dict[str, Any]] = []
 
     def train_under_profiler(trainer: NormLlavaTrainer, *args: Any, **kwargs: Any) -> None:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             train(trainer, *args, **kwargs)
         profiler.export_chrome_trace(str(trace))
-        first_rows.append(trainer.train_dataset[0])
+        tokenized_rows.append(trainer.train_dataset[0])  # all rows are equal
 
     monkeypatch.setattr(NormLlavaTrainer, "train", train_under_profiler)
     run(folder, **fields)
 
     events = json.loads(trace.read_text())["traceEvents"]
     peak = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
-    (row,) = first_rows
+    (row,) = tokenized_rows
     num_supervised = sum(label != IGNORED for label in row["labels"])
     return peak, Batch(SAMPLES, row["length"], num_supervised, is_packed=False)
 
 
 @pytest.mark.parametrize(("stage", "checkpointed"), [("align", False), ("instruct", False), ("adapt", True)])
-def test_a_plan_is_within_a_tenth_of_the_peak_of_a_run(
+def test_planned_memory_is_within_a_tenth_of_the_peak_of_a_run(
     recipe: dict[str, Any],
     equal_rows: Path,
     tmp_path: Path,
@@ -87,29 +90,32 @@ def test_a_plan_is_within_a_tenth_of_the_peak_of_a_run(
     fields = {**recipe, **STAGES[stage], "dataset_name": str(equal_rows), "gradient_checkpointing": checkpointed}
     fields |= {"per_device_train_batch_size": SAMPLES, "global_batch_size": 2 * SAMPLES, "save_strategy": "no"}
     peak, batch = measure_run(monkeypatch, tmp_path, **fields)
-    plan = plan_fields(fields, batch)
+    plan = make_plan(fields, batch)
     assert plan.peak - plan.weights == pytest.approx(peak, rel=0.1)
 
 
-# The output and input sizes of the projections in a decoder layer of the tests' model: q, k, v, o, gate, up and down.
-PROJECTIONS = ((32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48))
-NUM_LAYERS = 2
-LORA_RANK = 4
+def is_trained(name: str, stage: str) -> bool:
+    """Whether a stage trains this weight of the tests' model."""
+    if stage in ("align", "adapt"):
+        return ".multi_modal_projector." in name
+
+    # Llava reads the output of the second of the encoder's three layers, so what follows is not trained.
+    unread = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "vision_tower.head.")
+    return not any(part in name for part in unread)
 
 
-def count_trained(checkpoint: Path, stage: str) -> tuple[int, int]:
-    """How many parameters of the tests' model a stage trains, and how many tensors hold them."""
-    sizes = {name: tensor.numel() for name, tensor in load_weights(checkpoint).items()}
-    if stage == "instruct":
-        # Of the vision encoder's three layers Llava reads the second one's output, so what follows is not trained.
-        unread = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "vision_tower.head.")
-        trained_sizes = [size for name, size in sizes.items() if not any(part in name for part in unread)]
-    else:
-        trained_sizes = [size for name, size in sizes.items() if ".multi_modal_projector." in name]
+def trained_sizes(checkpoint: Path, stage: str) -> list[int]:
+    """The number of parameters in each tensor that a stage trains."""
+    weights = load_weights(checkpoint)
+    sizes = [weight.numel() for name, weight in weights.items() if is_trained(name, stage)]
     if stage == "adapt":
-        for size_out, size_in in PROJECTIONS * NUM_LAYERS:
-            trained_sizes += [LORA_RANK * size_in, size_out * LORA_RANK]
-    return sum(trained_sizes), len(trained_sizes)
+        # LoRA adds two matrices to each linear layer of the decoder, whose weight is (size_out, size_in).
+        for name, weight in weights.items():
+            if "language_model.layers." in name and name.endswith("_proj.weight"):
+                size_out, size_in = weight.shape
+                sizes.append(LORA_RANK * size_in)
+                sizes.append(size_out * LORA_RANK)
+    return sizes
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -118,29 +124,33 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
 ) -> None:
     fields = {**recipe, **STAGES[stage]}
     batch = Batch(SAMPLES, tokens=150, supervised=20, is_packed=False)
-    plan = plan_fields(fields, batch)
-    num_trained, num_trained_tensors = count_trained(composed(), stage)
+    plan = make_plan(fields, batch)
+    sizes = trained_sizes(composed(), stage)
+    num_trained = sum(sizes)
     num_all = sum(tensor.numel() for tensor in load_weights(composed()).values())
     if stage == "adapt":
         # PEFT adds the adapters, and trains a copy of the projector, whose original stays.
         num_all += num_trained
+    # A number in float32 has 4 bytes.
     assert plan.weights == 4 * num_all
     assert plan.gradients == 4 * num_trained
     # AdamW keeps two means of each gradient, and for each tensor the number of its steps.
-    assert plan.states == 2 * plan.gradients + 4 * num_trained_tensors
+    assert plan.states == 2 * plan.gradients + 4 * len(sizes)
 
-    sharded = plan_fields(fields, batch, devices=2)
+    # On two devices each has half of the weights and gradients, but a batch of its own.
+    sharded = make_plan(fields, batch, devices=2)
     assert sharded.weights == plan.weights // 2
     assert sharded.gradients == plan.gradients // 2
-    # Not exactly equal, as the moment at which Python frees a tensor may differ.
+    # Activations are not exactly equal, because the moment at which Python frees a tensor may differ.
     assert sharded.activations == pytest.approx(plan.activations, rel=0.01)
     assert sharded.flops == plan.flops
 
-    in_bfloat16 = plan_fields({**fields, "bf16": True}, batch)
+    # With bf16, trained weights stay float32, and frozen weights have 2 bytes.
+    in_bfloat16 = make_plan({**fields, "bf16": True}, batch)
     num_in_float32 = num_trained
     if stage == "instruct":
-        # The projector doesn't read the encoder's last layer, so this layer isn't trained. It stays float32 too, since
-        # the trained layers before it give it float32 input.
+        # The encoder's last layer isn't trained, but stays float32 too: the trained layers before it give it float32
+        # input.
         num_in_float32 = num_all
     assert in_bfloat16.weights == 4 * num_in_float32 + 2 * (num_all - num_in_float32)
 
@@ -150,8 +160,9 @@ def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe
     num_tokens = 150
     num_supervised = 20
     fields = {**recipe, **STAGES[stage]}
-    plan = plan_fields(fields, Batch(1, num_tokens, num_supervised, is_packed=False))
+    plan = make_plan(fields, Batch(1, num_tokens, num_supervised, is_packed=False))
 
+    # The same pass of the model itself, with eager attention.
     config = NormLlavaConfig.from_pretrained(recipe["model_name_or_path"])
     run_args, args = parse_arguments([f"--{name}={value}" for name, value in fields.items()])
     eager = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -164,35 +175,45 @@ def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe
         logits = model.lm_head(output.last_hidden_state[:, -num_supervised:])
         logits.sum().backward()
 
-    # Eager attention multiplies whole matrices, of which a causal mask hides half. Attention has two products in the
-    # forward pass and four in the backward pass, each of 2 * num_tokens**2 * head_dim FLOPs, so half of all is 6.
+    # Eager attention multiplies whole matrices, of which a causal mask hides half. A head has two products in the
+    # forward pass and four in the backward pass, each of 2 * num_tokens**2 * head_dim FLOPs.
     text = config.text_config
-    hidden_half = 6 * text.num_attention_heads * text.head_dim * text.num_hidden_layers * num_tokens**2
-    assert plan.flops == pytest.approx(counter.get_total_flops() - hidden_half, rel=0.03)
+    num_heads = text.num_hidden_layers * text.num_attention_heads
+    attention_flops = num_heads * 6 * 2 * num_tokens**2 * text.head_dim
+    expected_flops = counter.get_total_flops() - attention_flops / 2
+    assert plan.flops == pytest.approx(expected_flops, rel=0.03)
 
 
-def test_a_report_counts_the_rows_of_max_steps_and_refuses_a_sample_that_is_too_short(
-    recipe: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe["stage"] = "align"
+@pytest.fixture
+def print_report(recipe: dict[str, Any], caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
+    """A function that runs the command with options beside the recipe's, and returns the three lines of its report."""
     recipe_options = [f"--{name}={value}" for name, value in recipe.items()]
 
-    def report(*options: str) -> str:
-        """The three lines that the command prints."""
+    def print_with(*options: str) -> str:
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            main([*options, *recipe_options])
+            main([*options, "--stage=align", *recipe_options])
         return "\n".join(caplog.messages[-3:])
 
-    # Ten steps of the recipe's 4 rows are an epoch of 40 rows, whatever --rows says.
-    assert report("--rows", "40", "--num_train_epochs", "1") == report("--rows", "7", "--max_steps", "10")
+    return print_with
 
+
+def test_max_steps_win_over_the_number_of_rows(print_report: Callable[..., str]) -> None:
+    """Ten steps of the recipe's 4 rows are an epoch of 40 rows."""
+    assert print_report("--rows=7", "--max_steps=10") == print_report("--rows=40", "--num_train_epochs=1")
+
+
+def test_a_report_computes_hours_from_the_speed_of_all_devices(print_report: Callable[..., str]) -> None:
+    report = print_report("--rows=40", "--tflops=1e-07", "--devices=2")
+    # The first line names what is assumed. The last line is such as "the run: 1e+10 FLOPs, 14.0 hours, devices: 2".
     pattern = r"assumed: 40 rows of 1024 tokens, 200 supervised, [\s\S]*: (.*) FLOPs, (.*) hours, devices: 2"
-    match = re.fullmatch(pattern, report("--rows=40", "--tflops=1e-07", "--devices=2"))
+    match = re.fullmatch(pattern, report)
     flops = float(match[1])
     hours = float(match[2])
-    flops_per_second = 2 * 1e5  # of two devices: 1e-7 TFLOP/s are 1e5 FLOP/s
+    flops_per_second = 2 * 1e-7 * 1e12  # of two devices, at 1e-7 TFLOP/s each
     assert hours == pytest.approx(flops / flops_per_second / 3600, rel=0.01)
 
+
+def test_a_sample_that_is_too_short_is_refused(print_report: Callable[..., str]) -> None:
     with pytest.raises(SystemExit, match=r"^error: A sample of 10 tokens can't hold .* supervised ones: set --tokens"):
-        report("--tokens", "10")
+        print_report("--tokens=10")

@@ -1,4 +1,8 @@
-"""Resumed runs: they end with the weights of an unbroken run, or are refused for a reason that is told."""
+"""Resumed runs: they end with the weights of an unbroken run, or are refused with a reason.
+
+A broken run is made from an unbroken one: a checkpoint is copied, and what the unbroken run wrote later is not. So the
+folder is as if the run had been killed.
+"""
 
 import json
 import shutil
@@ -10,12 +14,11 @@ import pytest
 import torch
 
 from script_runs import INSTRUCT, PACKED, changed_weights, read_steps, run
-from training.checkpoints import find_checkpoint
+from training.checkpoints import find_checkpoint, steps_done
 from training.run import Run
 
 
-# Runs that are stopped after their first checkpoint, and resumed. `vision` and `text` choose the model; all other
-# entries are fields of the recipe.
+# Recipe fields of runs, beside those of INSTRUCT.
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed, second epoch": {**PACKED, "num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6},
@@ -23,24 +26,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "checkpointed in bfloat16": {"bf16": True, "gradient_checkpointing": True, "clip_by_module": True},
     "align": {"stage": "align", "vision_learning_rate": None},
     "adapt": {"stage": "adapt", "vision_learning_rate": None, "lora_r": 4, "lora_dropout": 0.1},
-    "tied embeddings": {**PACKED, "text": "gemma3"},
-    "weights that the Hub names otherwise": {"vision": "dinov2"},
+    "tied embeddings": PACKED,
+    "weights that the Hub names otherwise": {},
     "stream": {"dataset_streaming": True, "max_steps": 6},
 }
+# Arguments of the fixture `composed`, for runs that start from another model than the usual one.
+MODELS = {"tied embeddings": {"text": "gemma3"}, "weights that the Hub names otherwise": {"vision": "dinov2"}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     composed: Callable[..., Path], data: Path, tmp_path: Path, kind: str
 ) -> None:
-    fields = {"save_steps": 3, **INSTRUCT, "dataset_name": str(data), **KINDS[kind]}
-    fields["model_name_or_path"] = str(composed(fields.pop("vision", "siglip"), fields.pop("text", "qwen2")))
+    fields = {"save_steps": 3, **INSTRUCT, **KINDS[kind], "dataset_name": str(data)}
+    fields["model_name_or_path"] = str(composed(**MODELS.get(kind, {})))
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
     run(tmp_path, **fields, output_dir=str(unbroken))
 
-    # The broken run has the first checkpoint, a newer one that is not complete, since its state is of another step
-    # than its name, and a line of metrics that the kill cut off.
+    # The broken run has the first checkpoint, a newer one that isn't complete, since its state is of another step than
+    # 99, and a line of metrics that the kill cut off.
     first = f"checkpoint-{fields['save_steps']}"
     shutil.copytree(unbroken / first, broken / first)
     shutil.copytree(unbroken / first, broken / "checkpoint-99")
@@ -49,38 +54,37 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
         run(tmp_path, **fields, output_dir=str(broken))
     run(tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
 
-    file = "adapter_model.safetensors" if kind == "adapt" else "model.safetensors"
-    assert changed_weights(unbroken, broken, file) == set()
+    file_name = "adapter_model.safetensors" if kind == "adapt" else "model.safetensors"
+    assert changed_weights(unbroken, broken, file_name) == set()
     assert (broken / "superseded" / "1" / "checkpoint-99").is_dir()
     assert not Run.read(unbroken).environment.resumed
     assert Run.read(broken).environment.resumed
 
-    # The loss is not compared: the first value after a restart is the mean since the restart, not since the last log.
-    lines = read_steps(broken)
-    expected = read_steps(unbroken)
-    for name in ("step", "norm/visual", "num_tokens"):
-        assert [line.get(name) for line in lines] == [line.get(name) for line in expected]
+    # The loss is not compared. A logged loss is the mean since the last log; after a restart, only since the restart.
+    for step, expected in zip(read_steps(broken), read_steps(unbroken), strict=True):
+        for name in ("step", "norm/visual", "num_tokens"):
+            assert step.get(name) == expected.get(name), name
 
 
-def test_a_run_packed_with_sdpa_goes_on_with_it(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    """Packed runs of earlier versions used sdpa, which was their default attention before "varlen"."""
+def test_a_run_packed_with_sdpa_goes_on_with_sdpa(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    """Before "varlen", sdpa was the default attention of packed runs, so checkpoints from then go on with sdpa."""
     fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
-    anew = tmp_path / "anew"
+    new = tmp_path / "new"
     run(tmp_path, **fields, output_dir=str(unbroken), attn_implementation="sdpa")
     shutil.copytree(unbroken / "checkpoint-3", broken / "checkpoint-3")
     run(tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
     assert changed_weights(unbroken, broken) == set()
     assert Run.read(broken).arguments["attn_implementation"] == "sdpa"
 
-    # When it is finished, resuming it once more is not refused as a different run.
+    # The run has finished. Resuming it once more is not refused as a different run.
     run(tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
 
     # A new run uses varlen, whose results differ in the last digits.
-    run(tmp_path, **fields, output_dir=str(anew))
-    assert Run.read(anew).arguments["attn_implementation"] == "varlen"
-    assert changed_weights(unbroken, anew) != set()
+    run(tmp_path, **fields, output_dir=str(new))
+    assert Run.read(new).arguments["attn_implementation"] == "varlen"
+    assert changed_weights(unbroken, new) != set()
 
 
 def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
@@ -95,14 +99,14 @@ def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
     run(tmp_path, **fields, output_dir=str(unbroken))
 
     shutil.copytree(unbroken / "checkpoint-3", broken / "checkpoint-3")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {}, raising=False)
     run(tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
     assert Run.read(broken).arguments["bf16"] is True
     assert changed_weights(unbroken, broken) == set()
 
 
 def list_superseded(out: Path) -> set[str]:
-    """The paths, below `superseded`, of what resumed runs moved away."""
+    """The files and folders that resumed runs have moved into `superseded`, such as "1/checkpoint-6"."""
     superseded = out / "superseded"
     return {str(path.relative_to(superseded)) for path in superseded.glob("*/*")}
 
@@ -110,29 +114,35 @@ def list_superseded(out: Path) -> set[str]:
 def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away(
     finished: dict[str, Any], tmp_path: Path
 ) -> None:
+    # The finished run has checkpoints 3, 6 and 8. Resume it from checkpoint 3, to step 5.
     out = tmp_path / "out"
     shutil.copytree(finished["output_dir"], out)
     fields = {**finished, "output_dir": str(out), "learning_rate": 2e-3, "resume_changed": True, "save_steps": 100}
     fields["resume_from_checkpoint"] = str(out / "checkpoint-3")
     run(tmp_path, **fields, max_steps=5)
-    first_move = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
-    assert list_superseded(out) == first_move
+    first_moved = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
+    assert list_superseded(out) == first_moved
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}
     assert Run.read(out).arguments["learning_rate"] == 2e-3
 
-    # From checkpoint 3 again. What is moved away now goes into a folder of its own. The new save_steps holds, and
-    # save_total_limit keeps the newest two checkpoints.
+    # Resume from checkpoint 3 again, to step 6, and save after each step. Now "2" is the folder of what is moved away,
+    # and `save_total_limit` keeps the newest two checkpoints.
     fields |= {"save_steps": 1, "logging_steps": 1, "save_total_limit": 2}
     run(tmp_path, **fields, max_steps=6)
-    assert list_superseded(out) == first_move | {"2/checkpoint-5", "2/trainer_state.json"}
+    second_moved = {"2/checkpoint-5", "2/trainer_state.json"}
+    assert list_superseded(out) == first_moved | second_moved
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
 
-    # From a checkpoint of another folder, no run may start in this one.
+
+def test_a_run_in_a_folder_with_another_run_does_not_start_from_a_checkpoint_elsewhere(
+    finished: dict[str, Any], copied: Path
+) -> None:
+    checkpoint_elsewhere = Path(finished["output_dir"]) / "checkpoint-3"
     with pytest.raises(ValueError, match="already holds a run"):
-        find_checkpoint(out, str(Path(finished["output_dir"]) / "checkpoint-3"))
+        find_checkpoint(copied, str(checkpoint_elsewhere))
 
 
-# Other values for arguments that the weights depend on.
+# Arguments that the weights depend on, with other values than those of the finished run.
 CHANGED: dict[str, Any] = {
     "learning_rate": 2e-3, "adam_beta2": 0.95, "lr_scheduler_kwargs": {"num_cycles": 2}, "data_seed": 3,
     "neftune_noise_alpha": 5.0, "loss_type": "dft", "warmup_steps": 3,
@@ -140,12 +150,13 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_another_run_is_refused_with_the_differences(finished: dict[str, Any], copied: Path) -> None:
+def test_a_run_with_other_arguments_is_refused_with_the_differences(finished: dict[str, Any], copied: Path) -> None:
     fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, **CHANGED}
     with pytest.raises(ValueError, match="belongs to a different run") as error:
         run(copied, **fields)
     assert "  learning_rate: 0.001 before, 0.002 now" in str(error.value)
-    differences = str(error.value).splitlines()[1:-1]  # between the first and the last sentence
+    # A line such as the one above stands for each difference, and no other line is indented.
+    differences = [line for line in str(error.value).splitlines() if line.startswith("  ")]
     names = {line.split(":")[0].strip() for line in differences}
     assert names == set(CHANGED)
 
@@ -153,12 +164,12 @@ def test_another_run_is_refused_with_the_differences(finished: dict[str, Any], c
 def test_a_run_resumes_after_changes_that_leave_its_weights_alone(
     finished: dict[str, Any], copied: Path, data: Path
 ) -> None:
-    """Such as another version of this code, data moved to another folder, and fields for saving and loading."""
-    file = copied / "checkpoint-6" / "run.json"
-    record = json.loads(file.read_text())
-    del record["arguments"]["neftune_noise_alpha"]  # as if a later version were the first to record it
+    """The checkpoint is of an older version of this code, the data has moved, and fields for saving have changed."""
+    record_file = copied / "checkpoint-6" / "run.json"
+    record = json.loads(record_file.read_text())
+    del record["arguments"]["neftune_noise_alpha"]  # as if the older version didn't have this field
     record["arguments"]["a_field_of_an_older_version"] = 1
-    file.write_text(json.dumps(record))
+    record_file.write_text(json.dumps(record))
 
     shutil.copytree(data.parent, copied.parent / "data")
     fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True}
@@ -171,50 +182,53 @@ def test_a_run_whose_data_has_changed_is_refused(
     finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(data.parent, tmp_path / "data")
-    changed = tmp_path / "data" / data.name
-    rows = json.loads(changed.read_text())
-    rows[6]["image"], rows[7]["image"] = rows[7]["image"], rows[6]["image"]
-    changed.write_text(json.dumps(rows))
-    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, "dataset_name": str(changed)}
+    changed_data = tmp_path / "data" / data.name
+    rows = json.loads(changed_data.read_text())
+    rows[6]["image"] = rows[7]["image"]
+    changed_data.write_text(json.dumps(rows))
+    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True}
+    fields["dataset_name"] = str(changed_data)
     with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: [^\n]*\nRestore these"):
         run(copied, **fields)
 
 
-# Fields that give the length of a run, and the steps that it then takes.
-LENGTHS: dict[str, tuple[dict[str, Any], int]] = {
-    "one and a half epochs": ({"num_train_epochs": 1.5}, 12),
-    "stream": ({"dataset_streaming": True, "max_steps": 5}, 5),
-}
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_a_finished_run_is_published_and_not_trained_on(finished: dict[str, Any], tmp_path: Path, length: str) -> None:
-    out = tmp_path / "out"
-    again = tmp_path / "again"
-    length_fields, num_steps = LENGTHS[length]
+@pytest.mark.parametrize(
+    ("duration", "num_steps"),
+    [
+        pytest.param({"num_train_epochs": 1.5}, 12, id="one and a half epochs"),
+        pytest.param({"dataset_streaming": True, "max_steps": 5}, 5, id="stream"),
+    ],
+)
+def test_a_run_killed_before_its_result_is_published_and_not_trained_on(
+    finished: dict[str, Any], tmp_path: Path, duration: dict[str, Any], num_steps: int
+) -> None:
+    unbroken = tmp_path / "unbroken"
+    broken = tmp_path / "broken"
     # With a constant learning rate a further step would change the weights. By default the rate has fallen to 0.
-    fields = {**finished, **length_fields, "lr_scheduler_type": "constant"}
-    run(tmp_path, **{**fields, "output_dir": str(out)})
+    fields = {**finished, **duration, "lr_scheduler_type": "constant"}
+    run(tmp_path, **{**fields, "output_dir": str(unbroken)})
 
-    # A run that was killed after its last checkpoint and before its result. The first start publishes the result, and
-    # the second finds it.
-    for path in out.glob("checkpoint-*"):
-        shutil.copytree(path, again / path.name)
+    # The broken run has all checkpoints, but no result.
+    for path in unbroken.glob("checkpoint-*"):
+        shutil.copytree(path, broken / path.name)
+
+    # The first start writes the result into the output folder, and the second finds it there.
     for _ in range(2):
-        run(tmp_path, **{**fields, "output_dir": str(again)}, resume_from_checkpoint=True)
+        run(tmp_path, **{**fields, "output_dir": str(broken)}, resume_from_checkpoint=True)
+        assert changed_weights(unbroken, broken) == set()
+        assert steps_done(broken) == num_steps
 
-    assert changed_weights(out, again) == set()
-    assert json.loads((again / "trainer_state.json").read_text())["global_step"] == num_steps
-    assert {path.name for path in again.iterdir()} == {path.name for path in out.iterdir()}
-    assert Run.read(again).arguments == Run.read(out).arguments
+    assert {path.name for path in broken.iterdir()} == {path.name for path in unbroken.iterdir()}
+    assert Run.read(broken).arguments == Run.read(unbroken).arguments
 
 
 def test_a_finished_run_without_checkpoints_is_not_started_again(finished: dict[str, Any], tmp_path: Path) -> None:
     fields = {**finished, "save_strategy": "no", "output_dir": str(tmp_path / "out")}
     run(tmp_path, **fields)
-    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    metrics_file = tmp_path / "out" / "metrics.jsonl"
+    metrics_before = metrics_file.read_text()
     run(tmp_path, **fields, resume_from_checkpoint=True)
-    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+    assert metrics_file.read_text() == metrics_before
 
     # More epochs would need a checkpoint to continue from.
     fields |= {"num_train_epochs": 2, "resume_from_checkpoint": True, "resume_changed": True}

@@ -1,4 +1,4 @@
-"""Whole runs of the training script: what they train, at which rates, and what they write."""
+"""Whole runs of the training script: what they train, at which learning rates, and what they write."""
 
 import json
 import shutil
@@ -36,38 +36,39 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     stage2 = tmp_path / "stage2"
     stage1.mkdir()
     (stage1 / "README.md").write_text("written by the user")
-    for fields in (
-        {"stage": "align", "model_name_or_path": str(composed()), "output_dir": str(stage1)},
-        {**INSTRUCT, "model_name_or_path": str(stage1), "output_dir": str(stage2)},
-    ):
+
+    def launch(**fields: Any) -> None:
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(dump_recipe(**FAST, **fields, dataset_name=str(data)))
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "training/sft.py"]
-        result = subprocess.run([*launch, "--config", str(recipe)], cwd=ROOT, capture_output=True, text=True)
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "training/sft.py"]
+        result = subprocess.run([*command, "--config", str(recipe)], cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         assert "1 processes x 2 rows x 2 accumulation steps = global batch 4" in result.stderr
 
-    # Stage 1 trains the projector, and stage 2 all that Llava reads.
-    names = set(load_weights(stage1))
-    projector = {name for name in names if name.startswith("model.multi_modal_projector.")}
-    assert changed_weights(composed(), stage1) == projector
-    # Of the vision encoder's three layers Llava reads the second one's output, so what follows is not trained.
-    unread_parts = (".layers.2.", ".post_layernorm.", ".head.")
-    vision_names = {name for name in names if "vision_tower" in name}
-    unread = {name for name in vision_names if any(part in name for part in unread_parts)}
-    assert unread
-    assert names - changed_weights(stage1, stage2) == unread
+    launch(stage="align", model_name_or_path=str(composed()), output_dir=str(stage1))
+    launch(**INSTRUCT, model_name_or_path=str(stage1), output_dir=str(stage2))
 
+    # Stage 1 trains the projector.
+    names = set(load_weights(stage1))
+    projector_names = {name for name in names if name.startswith("model.multi_modal_projector.")}
+    assert changed_weights(composed(), stage1) == projector_names
     assert (stage1 / "README.md").read_text() == "written by the user"
 
-    metrics = read_metrics(stage2)
-    assert [line["step"] for line in metrics] == [2, 4, 6, 8, 8]  # the last line sums up the run
+    # Stage 2 trains all weights that Llava reads. Llava reads the output of the second of the encoder's three layers.
+    unread_parts = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.")
+    unread_names = {name for name in names if any(part in name for part in unread_parts)}
+    assert len(unread_names) > 0
+    assert changed_weights(stage1, stage2) == names - unread_names
+
+    steps = read_steps(stage2)
+    assert [step["step"] for step in steps] == [2, 4, 6, 8]
+    assert read_metrics(stage2)[-1]["step"] == 8  # the line about the whole run
     modules = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
-    for line in metrics[:-1]:
-        assert line["norm/ratio"] == pytest.approx(line["norm/visual"] / line["norm/text"])
-        assert line["learning_rate/vision_tower"] == pytest.approx(line["learning_rate"] / 5)
-        squared_norms = [line[f"grad_norm/{module}"] ** 2 for module in modules]
-        assert sum(squared_norms) == pytest.approx(line["grad_norm"] ** 2, rel=2e-4)
+    for step in steps:
+        assert step["norm/ratio"] == pytest.approx(step["norm/visual"] / step["norm/text"])
+        assert step["learning_rate/vision_tower"] == pytest.approx(step["learning_rate"] / 5)  # 2e-4 and 1e-3
+        squared_norms = [step[f"grad_norm/{module}"] ** 2 for module in modules]
+        assert sum(squared_norms) == pytest.approx(step["grad_norm"] ** 2, rel=2e-4)
 
     # transformers loads the folder.
     AutoProcessor.from_pretrained(stage2)
@@ -88,80 +89,86 @@ ONE_STEP = {"max_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant",
 
 @pytest.fixture
 def fields(composed: Callable[..., Path], data: Path) -> dict[str, Any]:
-    """The fields that name the model and the rows."""
+    """The recipe fields that name the model and the rows."""
     return {"model_name_or_path": str(composed()), "dataset_name": str(data)}
 
 
 def test_each_module_moves_at_its_own_rate(
     composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    # Adam's first step moves every weight that has a gradient by its learning rate.
+    # Adam's first step moves every weight that has a gradient by its learning rate. The common rate, of FAST, is 1e-3,
+    # and the vision encoder's, of INSTRUCT, 2e-4.
     rates = {"norm_learning_rate": 5e-4, "projector_learning_rate": 1e-4}
     run(tmp_path, **fields, **INSTRUCT, **ONE_STEP, **rates, output_dir=str(tmp_path / "out"))
-    line = read_metrics(tmp_path / "out")[0]
-    assert line["learning_rate/multi_modal_projector.norm"] == 5e-4
-    assert line["learning_rate/multi_modal_projector"] == 1e-4
+    (step,) = read_steps(tmp_path / "out")
+    assert step["learning_rate/multi_modal_projector.norm"] == 5e-4
+    assert step["learning_rate/multi_modal_projector"] == 1e-4
 
     before = load_weights(composed())
     after = load_weights(tmp_path / "out")
-    for name, rate in (
-        ("model.vision_tower.embeddings.patch_embedding.weight", 2e-4),
-        ("model.multi_modal_projector.linear_1.weight", 1e-4),
-        (f"{NORM}.weight", 5e-4),
-        ("model.language_model.layers.0.mlp.up_proj.weight", 1e-3),
-    ):
+    expected_rates = {
+        "model.vision_tower.embeddings.patch_embedding.weight": 2e-4,
+        "model.multi_modal_projector.linear_1.weight": 1e-4,
+        f"{NORM}.weight": 5e-4,
+        "model.language_model.layers.0.mlp.up_proj.weight": 1e-3,
+    }
+    for name, rate in expected_rates.items():
         largest_change = (after[name] - before[name]).abs().max().item()
         assert largest_change == pytest.approx(rate, rel=0.05), name
 
 
-@pytest.mark.parametrize("by_module", [False, True])
-def test_clipping_by_module_leaves_the_small_gradients_whole(
+@pytest.mark.parametrize("by_module", [False, True], ids=["all modules together", "by module"])
+def test_clipping_by_module_leaves_a_modules_small_gradient_whole(
     composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, by_module: bool
 ) -> None:
-    # With plain SGD and a rate of 1 a weight changes by its clipped gradient.
+    # With SGD and a learning rate of 1, a weight changes by its clipped gradient.
     fields |= {**INSTRUCT, **ONE_STEP, "optim": "sgd", "learning_rate": 1.0, "vision_learning_rate": 1.0}
     limit = 0.05
     out = tmp_path / "out"
     run(tmp_path, **fields, output_dir=str(out), clip_by_module=by_module, max_grad_norm=limit)
 
-    line = read_metrics(out)[0]
+    (step,) = read_steps(out)
     before = load_weights(composed())
     after = load_weights(out)
-    parts = {"multi_modal_projector.norm": NORM, "language_model": "model.language_model", "lm_head": "lm_head"}
-    for part, prefix in parts.items():
+    prefixes = {"multi_modal_projector.norm": NORM, "language_model": "model.language_model", "lm_head": "lm_head"}
+    for module, prefix in prefixes.items():
         names = [name for name in before if name.startswith(f"{prefix}.")]
-        change_norms = torch.stack([(after[name] - before[name]).norm() for name in names])
-        gradient_norm = line[f"grad_norm/{part}"]
-        expected = gradient_norm * limit / line["grad_norm"]
+        changes = [(after[name] - before[name]).flatten() for name in names]
+        clipped_norm = torch.cat(changes).norm().item()
+
+        gradient_norm = step[f"grad_norm/{module}"]
+        expected = gradient_norm * limit / step["grad_norm"]
         if by_module:
             expected = min(gradient_norm, limit)
-        assert change_norms.norm().item() == pytest.approx(expected, rel=0.02), part
+        assert clipped_norm == pytest.approx(expected, rel=0.02), module
 
 
-def test_gradient_accumulation_is_exact_and_no_telemetry_is_sent(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[str] = []
-    monkeypatch.delenv("CI", raising=False)  # with CI set, TRL would send nothing anyway
-    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **event: sent.append(event["topic"]))
+def test_gradient_accumulation_is_exact(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Four batches of one row make the same step as one batch of four rows."""
     fields |= {"stage": "align", "logging_steps": 1}
-    for size in (1, 4):
-        run(tmp_path, **fields, output_dir=str(tmp_path / str(size)), per_device_train_batch_size=size)
-
     losses = {}
-    for size in (1, 4):
-        losses[size] = [step["loss"] for step in read_steps(tmp_path / str(size))]
+    for batch_size in (1, 4):
+        out = tmp_path / f"batches of {batch_size}"
+        run(tmp_path, **fields, output_dir=str(out), per_device_train_batch_size=batch_size)
+        losses[batch_size] = [step["loss"] for step in read_steps(out)]
     assert losses[1] == pytest.approx(losses[4], rel=1e-5)
-    assert sent == []
 
 
-def test_rates_are_logged_where_no_module_has_the_common_one(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_no_telemetry_is_sent(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topics: list[str] = []
+    monkeypatch.delenv("CI", raising=False)  # with CI set, TRL would send nothing anyway
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **event: topics.append(event["topic"]))
+    run(tmp_path, **fields, **ONE_STEP, stage="align", output_dir=str(tmp_path / "out"))
+    assert topics == []
+
+
+def test_rates_are_logged_where_no_module_has_the_common_rate(fields: dict[str, Any], tmp_path: Path) -> None:
     rates = {"learning_rate": 1e-3, "projector_learning_rate": 2e-4, "norm_learning_rate": 1e-5}
     run(tmp_path, **{**fields, **ONE_STEP, **rates}, stage="align", output_dir=str(tmp_path / "out"))
-    line = read_metrics(tmp_path / "out")[0]
-    assert line["learning_rate/multi_modal_projector"] == 2e-4
-    assert line["learning_rate"] == 2e-4
-    assert line["learning_rate/multi_modal_projector.norm"] == pytest.approx(1e-5)
+    (step,) = read_steps(tmp_path / "out")
+    assert step["learning_rate/multi_modal_projector"] == 2e-4
+    assert step["learning_rate"] == 2e-4  # Trainer logs the rate of the first module
+    assert step["learning_rate/multi_modal_projector.norm"] == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
@@ -172,26 +179,26 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
     run(tmp_path, **fields, output_dir=str(tmp_path / "padded"))
     run(tmp_path, **{**fields, **PACKED}, output_dir=str(tmp_path / "packed"))
 
-    padded = read_steps(tmp_path / "padded")
-    packed = read_steps(tmp_path / "packed")
-    assert len(packed) == 3
-    for line, expected in zip(packed, padded, strict=True):
+    padded_steps = read_steps(tmp_path / "padded")
+    packed_steps = read_steps(tmp_path / "packed")
+    assert len(packed_steps) == 3  # one in each epoch
+    for step, expected in zip(packed_steps, padded_steps, strict=True):
         for name in ("loss", "norm/visual", "norm/text", "grad_norm", "grad_norm/multi_modal_projector", "num_tokens"):
-            assert line[name] == pytest.approx(expected[name], rel=1e-4), name
+            assert step[name] == pytest.approx(expected[name], rel=1e-4), name
 
-    # Only stage "instruct" uses the chat template, with which `collate` tokenizes.
+    # The first loss is that of all rows in one batch. `collate` uses the chat template, as stage "instruct" does.
     if stage is INSTRUCT:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
         batch = collate(composed(), list(load_rows(fields["dataset_name"])))
-        assert packed[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+        assert packed_steps[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
-def test_the_commit_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_in_the_record_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     environment = describe_environment("cpu", 1, resumed=False)
     assert str(environment.commit).removesuffix("-dirty") == head.stdout.strip()
 
-    # A copy installed in a virtual environment that lies in the repository of another project has no commit.
+    # A copy of this code in a virtual environment, which lies in the repository of another project, has no commit.
     installed = tmp_path / "venv" / "site-packages" / "training"
     installed.mkdir(parents=True)
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
@@ -216,8 +223,8 @@ def test_a_model_in_the_output_folder_is_never_replaced(
         assert torch.equal(tensor, before[name]), name
 
 
-def test_a_conversation_is_no_row_of_stage_align(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    row = next(row for row in json.loads(data.read_text()) if "image" in row)
+def test_stage_align_refuses_conversations(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    row = json.loads(data.read_text())[4]  # a row with a picture
     row["conversations"] += [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "two"}]
     path = data.parent / "conversation.json"
     path.write_text(json.dumps([row]))
@@ -232,16 +239,16 @@ def test_a_small_step_moves_every_value_in_bfloat16_training(
     composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage: dict[str, Any]
 ) -> None:
     # Adam's first step changes a weight by the learning rate. If weights were kept in bfloat16, a change of 1e-5 would
-    # be lost: next to a weight of 0.014, the nearest bfloat16 number is 6e-5 away.
+    # be lost: the bfloat16 number next to 0.014 is 6e-5 away.
     fields |= {**stage, **PACKED, **ONE_STEP, "bf16": True, "learning_rate": 1e-5}
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
 
     before = load_weights(composed())
     after = load_weights(tmp_path / "out")
-    trained = [f"{NORM}.weight", "model.multi_modal_projector.linear_2.weight"]
+    trained_names = [f"{NORM}.weight", "model.multi_modal_projector.linear_2.weight"]
     if stage is INSTRUCT:
-        trained += ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
-    for name in trained:
+        trained_names += ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
+    for name in trained_names:
         has_changed = (after[name] - before[name]).abs() > 5e-6
         assert has_changed.float().mean() > 0.98, name
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}  # on a CPU the frozen weights, too

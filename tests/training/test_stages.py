@@ -1,4 +1,4 @@
-"""Which modules a stage freezes, their dtypes and learning rates, and that a frozen encoder isn't recomputed."""
+"""Stages: which modules they train, the dtypes and learning rates of modules, and how a stage's model is loaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,32 +13,36 @@ from training.loading import load_base, prepare_model
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 
 
-def load(folder: Path, output_dir: Path, **fields: Any) -> NormLlavaForConditionalGeneration:
-    """The model of a run with these recipe fields."""
+def load_for_run(folder: Path, output_dir: Path, **fields: Any) -> NormLlavaForConditionalGeneration:
+    """The model in `folder`, as a run with these recipe fields loads it."""
     run_args = RunArguments(model_name_or_path=str(folder), dataset_name="", **fields)
     return load_base(run_args, TrainingConfig(output_dir=str(output_dir), use_cpu=True, bf16=False))
 
 
 def test_the_modules_to_shard_are_in_the_model(composed: Callable[..., Path], tmp_path: Path) -> None:
-    """FSDP2 shards modules of the classes that `_no_split_modules` names."""
-    model = load(composed(), tmp_path, stage="align")
+    """FSDP2 shards the modules whose classes `_no_split_modules` names."""
+    model = load_for_run(composed(), tmp_path, stage="align")
     to_shard = set(model._no_split_modules)
     assert {"NormLlavaMultiModalProjector", "Qwen2DecoderLayer", "SiglipEncoderLayer"} <= to_shard
     assert to_shard <= {type(module).__name__ for module in model.modules()}
 
 
-def test_a_recipe_names_the_attention_of_the_language_model(composed: Callable[..., Path], tmp_path: Path) -> None:
-    model = load(composed(), tmp_path, stage="align", attn_implementation="eager")
+def test_a_recipes_attention_is_that_of_the_language_model(composed: Callable[..., Path], tmp_path: Path) -> None:
+    model = load_for_run(composed(), tmp_path, stage="align", attn_implementation="eager")
     assert model.config.text_config._attn_implementation == "eager"
 
 
 def test_a_padding_token_that_ends_turns_is_trained(composed: Callable[..., Path], tmp_path: Path) -> None:
-    """Trainer saves the tokenizer's padding token in the config, and torch gives its embedding no gradient."""
+    """transformers would give the embedding of the config's padding token no gradient.
+
+    Some language models end turns with their padding token, which Trainer saves in the config.
+    """
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
     model.config.text_config.pad_token_id = 6
     model.save_pretrained(tmp_path)
-    model = load(tmp_path, tmp_path, stage="instruct")
-    model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+    model = load_for_run(tmp_path, tmp_path, stage="instruct")
+    input_ids = torch.tensor([[5, 6, 7]])
+    model(input_ids=input_ids, labels=input_ids).loss.backward()
     assert model.get_input_embeddings().weight.grad[6].any()
 
 
@@ -51,44 +55,45 @@ def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[...
         assert parameter.requires_grad == is_trained, name
         assert parameter.dtype == (torch.float32 if is_trained else torch.bfloat16), name
 
-    # Every parameter is in exactly one group.
-    names_in_groups = [name for group in groups for name in group.parameters]
-    assert sorted(names_in_groups) == sorted(name for name, _ in model.named_parameters())
-
     table = describe_stage(Stage.ALIGN, groups)
     assert "bfloat16                frozen" in table
     assert "0.001" in table
+
+    # Every parameter is in exactly one group.
+    names_in_groups = [name for group in groups for name in group.parameters]
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(names_in_groups) == sorted(names)
 
 
 @pytest.mark.parametrize("stage", [Stage.ALIGN, Stage.INSTRUCT])
 def test_checkpointing_does_not_recompute_a_frozen_encoder(
     model: NormLlavaForConditionalGeneration, stage: Stage
 ) -> None:
+    image_tokens = [model.config.image_token_id] * 4
     inputs = {
-        "input_ids": torch.tensor([[*[model.config.image_token_id] * 4, 5, 6, 7, 8]]),
+        "input_ids": torch.tensor([[*image_tokens, 5, 6, 7, 8]]),
         "pixel_values": torch.rand(1, 3, 28, 28),
         "labels": torch.tensor([[-100] * 5 + [6, 7, 8]]),
     }
     prepare_stage(model, stage, LearningRates(common=1e-3, vision=2e-4, norm=1e-3))
     model.train()
 
-    def gradients() -> dict[str, torch.Tensor]:
+    def compute_gradients() -> dict[str, torch.Tensor]:
         model.zero_grad()
         model(**inputs).loss.backward()
         return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
-    expected_gradients = gradients()
+    expected_gradients = compute_gradients()
 
-    num_calls = 0
-
-    def count_call(*args: object) -> None:
-        nonlocal num_calls
-        num_calls += 1
-
+    calls = []
+    first_layer = model.model.vision_tower.encoder.layers[0]
+    first_layer.self_attn.register_forward_hook(lambda *args: calls.append("attention"))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.model.vision_tower.encoder.layers[0].self_attn.register_forward_hook(count_call)
-    torch.testing.assert_close(gradients(), expected_gradients)
-    assert num_calls == (1 if stage is Stage.ALIGN else 2)  # a trained encoder runs again in the backward pass
+    torch.testing.assert_close(compute_gradients(), expected_gradients)
+    if stage is Stage.ALIGN:  # the encoder is frozen
+        assert len(calls) == 1
+    else:  # the encoder is trained, and runs again in the backward pass
+        assert len(calls) == 2
 
 
 def test_a_learning_rate_of_0_is_not_taken_for_a_missing_one(
@@ -98,5 +103,5 @@ def test_a_learning_rate_of_0_is_not_taken_for_a_missing_one(
     run_args = RunArguments(model_name_or_path="m", dataset_name="d", stage="align", **fields)
     args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     _, groups = prepare_model(model, run_args, args, args.frozen_dtype)
-    # Frozen modules have no rate. The projector and its norm have the rate 0, and not the recipe's common one.
+    # Frozen modules have no rate. The projector and its norm have the rate 0, and not the recipe's `learning_rate`.
     assert {group.learning_rate for group in groups} == {None, 0.0}

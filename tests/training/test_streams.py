@@ -1,4 +1,8 @@
-"""Streams in training: which reader reads which rows, and how a resumed run finds its place."""
+"""Streams in training: which process reads which rows, how bad rows are treated, and how a resumed run goes on.
+
+A stream is read by the data loader's workers of each process, or by the process itself if it has no workers. They are
+called readers. Resuming restores the place of each reader in the stream.
+"""
 
 import json
 import re
@@ -23,15 +27,20 @@ from training.streams import StreamBatches
 Turns = list[dict[str, str]]
 
 
+def is_bad(number: int) -> bool:
+    """Whether row `number` of a shard is bad in these tests, which every fifth row is."""
+    return number % 5 == 4
+
+
 def make_turns(shard: int, number: int) -> Turns:
-    """The turns of row `number` of a shard. Every fifth row has no answer, which makes it a bad one."""
-    length = (7 * shard + 3 * number) % 11 + 1  # any lengths that vary from row to row
-    answer = "" if number % 5 == 4 else "x" * length
+    """The turns of row `number` of a shard. The question names the row. A bad row has an empty answer."""
+    length = (7 * shard + 3 * number) % 11 + 1  # a length that varies from row to row
+    answer = "" if is_bad(number) else "x" * length
     return [{"from": "human", "value": f"{shard}.{number}"}, {"from": "gpt", "value": answer}]
 
 
 def write_parquet(folder: Path, sizes: list[int]) -> Path:
-    """A dataset of Parquet files, one for each shard, with these numbers of rows."""
+    """Write a dataset of Parquet files, one for each shard, with these numbers of rows, and return its folder."""
     folder.mkdir()
     struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     for shard, size in enumerate(sizes):
@@ -46,7 +55,7 @@ def write_parquet(folder: Path, sizes: list[int]) -> Path:
 
 
 def write_json(folder: Path, sizes: list[int]) -> Path:
-    """A JSON file with the same rows as the files of `write_parquet`."""
+    """Write the same rows as `write_parquet` into one JSON file, and return its path."""
     folder.mkdir()
     rows = []
     for shard, size in enumerate(sizes):
@@ -59,88 +68,114 @@ WRITERS: dict[str, Callable[[Path, list[int]], Path]] = {"parquet": write_parque
 
 
 def check_answer(row: Row) -> Row:
-    """Stands for `RowCheck`: a row without an answer is bad."""
+    """Stands for the check of training, `RowCheck`. A row with an empty answer is bad."""
     if not row_turns(row)[1]["value"]:
         raise BadRowError(row["source"], "no answer")
     return row
 
 
 def collate_names(rows: list[Row]) -> dict[str, Any]:
-    """Stands for the collator: the questions of a batch's rows, which name them as "shard.number"."""
+    """Stands for the collator. A batch has the questions of its rows, which name the rows as "shard.number"."""
     return {"names": [row_turns(row)[0]["value"] for row in rows]}
 
 
 def make_batches(
-    path: Path, bad_rows: Any = "skip", process: int = 0, processes: int = 1, workers: int = 0
+    path: Path, bad_rows: Any = "skip", process: int = 0, num_processes: int = 1, num_workers: int = 0
 ) -> StreamBatches:
-    """The batches of one process, of two rows each."""
+    """The batches of one process, each of two rows. Bad rows are listed in the folder that `path` is in."""
     args: Any = SimpleNamespace(
-        per_device_train_batch_size=2, process_index=process, world_size=processes, dataloader_num_workers=workers,
-        dataloader_pin_memory=False, dataloader_prefetch_factor=None, output_dir=path.parent,
-    )  # fmt: skip
+        per_device_train_batch_size=2,
+        process_index=process,
+        world_size=num_processes,
+        dataloader_num_workers=num_workers,
+        dataloader_pin_memory=False,
+        dataloader_prefetch_factor=None,
+        output_dir=path.parent,
+    )
     rows = load_rows(str(path), streaming=True)
     return StreamBatches(rows, check_answer, collate_names, bad_rows, args)
 
 
-def read(batches: StreamBatches) -> Iterator[dict[str, Any]]:
-    """The batches as training reads them."""
+def read_batches(batches: StreamBatches) -> Iterator[dict[str, Any]]:
+    """An endless iterator over the batches, as training reads them."""
     return iter(batches.loader())
 
 
 def good_row_names(sizes: list[int]) -> list[str]:
-    """The names of all rows with an answer, as `collate_names` has them."""
+    """The names of all good rows of shards with these numbers of rows."""
     names = []
     for shard, size in enumerate(sizes):
-        names += [f"{shard}.{number}" for number in range(size) if number % 5 != 4]
+        names += [f"{shard}.{number}" for number in range(size) if not is_bad(number)]
     return names
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("processes", [1, 2, 5, 7])
-def test_each_good_row_is_read_once_by_one_process(tmp_path: Path, kind: str, processes: int) -> None:
+@pytest.mark.parametrize("num_processes", [1, 2, 5, 7])
+def test_each_good_row_is_read_once_by_one_process(tmp_path: Path, kind: str, num_processes: int) -> None:
     sizes = [19, 14, 17, 16, 18]
     path = WRITERS[kind](tmp_path / "rows", sizes)
-    read_names = []
-    for process in range(processes):
-        batches = make_batches(path, process=process, processes=processes)
-        share = split_dataset_by_node(batches.rows, process, processes)
-        read_names += collate_names(list(batches.good_rows(share)))["names"]
-    assert sorted(read_names) == sorted(good_row_names(sizes))
+    names_read = []
+    for process in range(num_processes):
+        batches = make_batches(path, process=process, num_processes=num_processes)
+        rows_of_process = split_dataset_by_node(batches.rows, process, num_processes)
+        good_rows = list(batches.good_rows(rows_of_process))
+        names_read += collate_names(good_rows)["names"]
+    assert sorted(names_read) == sorted(good_row_names(sizes))
 
 
-def test_the_place_is_restored_only_for_the_same_number_of_readers(tmp_path: Path) -> None:
+def test_the_place_is_restored_for_the_same_number_of_readers(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "rows", [5] * 40)
-    make_batches(path, workers=2).write_place(tmp_path, is_main_process=True)
-    make_batches(path, workers=2).read_place(tmp_path)
-
-    for settings, readers_now in (({"workers": 3}, "[3]"), ({"workers": 2, "processes": 2}, "[2, 2]")):
-        message = re.escape(f"readers of each: [2], now {readers_now}): resume as before")
-        with pytest.raises(ValueError, match=message):
-            make_batches(path, **settings).read_place(tmp_path)
+    make_batches(path, num_workers=2).write_place(tmp_path, is_main_process=True)
+    make_batches(path, num_workers=2).read_place(tmp_path)
 
 
-def test_bad_rows_of_a_stream_are_listed_or_stop_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "num_processes", "readers"),
+    [(3, 1, "[3]"), (2, 2, "[2, 2]")],
+    ids=["more workers", "more processes"],
+)
+def test_a_place_of_another_number_of_readers_is_refused(
+    tmp_path: Path, num_workers: int, num_processes: int, readers: str
+) -> None:
+    """The message has a list with the number of readers of each process, before and now."""
+    path = write_parquet(tmp_path / "rows", [5] * 40)
+    make_batches(path, num_workers=2).write_place(tmp_path, is_main_process=True)
+    batches = make_batches(path, num_workers=num_workers, num_processes=num_processes)
+    with pytest.raises(ValueError, match=re.escape(f"readers of each: [2], now {readers}): resume as before")):
+        batches.read_place(tmp_path)
+
+
+def test_bad_rows_of_a_stream_are_skipped_and_listed(tmp_path: Path) -> None:
     path = write_json(tmp_path / "rows", [5, 5])
-    assert len(list(islice(read(make_batches(path)), 4))) == 4
-    listed = [json.loads(line) for line in (path.parent / "bad_rows.jsonl").read_text().splitlines()]
-    assert listed == [{"source": f"{path}, row 4", "problem": "no answer"}]
+    batches = read_batches(make_batches(path, bad_rows="skip"))
+    for _ in range(4):  # these batches have rows 0 to 3 and 5 to 8
+        next(batches)
+    lines = (path.parent / "bad_rows.jsonl").read_text().splitlines()
+    bad_row = {"source": f"{path}, row 4", "problem": "no answer"}
+    assert [json.loads(line) for line in lines] == [bad_row]
 
+
+def test_a_bad_row_stops_a_stream_if_the_recipe_says_so(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "rows", [5, 5])
+    batches = read_batches(make_batches(path, bad_rows="error"))
     with pytest.raises(BadRowError, match=r"row 4: no answer\.$"):
-        list(islice(read(make_batches(path, bad_rows="error")), 12))
+        list(islice(batches, 4))
 
 
 def test_a_stream_of_nothing_but_bad_rows_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_json(tmp_path / "rows", [1])
+    """A stream begins anew at its end, so without a limit this one would be read forever."""
     bad_row = {"conversations": make_turns(shard=0, number=4)}
+    path = tmp_path / "rows.json"
     path.write_text(json.dumps([bad_row] * 3))
     monkeypatch.setattr(streams, "MAX_CONSECUTIVE_BAD_ROWS", 10)
+    batches = read_batches(make_batches(path, bad_rows="skip"))
     with pytest.raises(BadRowError, match="no answer"):
-        next(read(make_batches(path, bad_rows="skip")))
+        next(batches)
 
 
-def test_reading_batches_leaves_the_random_numbers_of_training_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_reading_batches_leaves_the_random_numbers_of_training_as_they_are(tmp_path: Path, num_workers: int) -> None:
     path = write_json(tmp_path / "rows", [3])
-    before = torch.get_rng_state()
-    for workers in (0, 2):
-        next(read(make_batches(path, workers=workers)))
-    assert torch.equal(torch.get_rng_state(), before)
+    state_before = torch.get_rng_state()
+    next(read_batches(make_batches(path, num_workers=num_workers)))
+    assert torch.equal(torch.get_rng_state(), state_before)

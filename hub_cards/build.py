@@ -84,7 +84,8 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
         UserError: as [`build_release`] does. Also if the folder exists already, and was built for another repository
             or tag or from other weights, or if `options` has options that would need a new build.
     """
-    if not folder.exists() or not any(folder.iterdir()):
+    exists = folder.exists() and any(folder.iterdir())  # an empty folder counts as missing
+    if not exists:
         build_release(run, folder, options)
         logger.info("Built %s.", folder)
         return
@@ -117,11 +118,11 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
         options: What to build.
 
     Raises:
-        UserError: if the repository or the tag can't have its name, if a file of the run is missing or can't be
-            used, if the licence is not clear or its text is missing, or if the model has faults. The message lists
-            all faults of the model.
+        UserError: if the name of the repository or the tag is not valid, if a file of the run is missing or can't be
+            used, if the licence is not clear or its text is missing, if the model has faults, or if no row of
+            `options.widget_data` can become an example. The message lists all faults of the model.
     """
-    # All that can be wrong is checked before anything is written.
+    # The run and the options are checked before anything is written.
     check_names(run, options)
     facts = collect_facts(run, options.text_model, options.vision_model)
     prose_file = options.prose
@@ -166,8 +167,8 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
 
 
 def check_names(run: Path, options: BuildOptions) -> None:
-    """Raises `UserError` if the repository or the tag can't have its name, or if `run` is a release folder itself."""
-    # Every release folder holds this file, whichever version built it, and no run does.
+    """Raises `UserError` if the name of the repository or the tag is not valid, or if `run` is a release folder."""
+    # Every version puts this file into a release folder, and no run has it.
     if (run / "handler.py").exists():
         raise UserError(f"{run} is a release: give the run that it was built from, and its folder as --output_dir.")
     if not is_hub_id(options.repo_id):
@@ -175,7 +176,7 @@ def check_names(run: Path, options: BuildOptions) -> None:
 
     tag = options.revision
     is_branch = tag in ("main", "master")
-    is_commit = re.fullmatch(r"[0-9a-f]{7,64}", tag) is not None  # a hash, which may be shortened
+    is_commit = re.fullmatch(r"[0-9a-f]{7,64}", tag) is not None  # a commit's hash, which may be shortened
     has_valid_characters = re.fullmatch(r"\w[\w.+-]*", tag) is not None
     if is_branch or is_commit or not has_valid_characters:
         raise UserError(f"--revision {tag!r} is not a tag that pins code. Give one such as v1.0.")
@@ -321,7 +322,7 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
 
 
 def read_question(row: dict[str, Any]) -> str:
-    """The text of a row's first user turn, without the mark of the picture; empty if the row has no user turn."""
+    """The text of a row's first user turn, without the mark `<image>`; empty if the row has no user turn."""
     turns = row_turns(row)
     if turns is None:  # the row has no turns at all
         return ""

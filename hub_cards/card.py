@@ -27,8 +27,8 @@ Widget = dict[str, Any]
 # What the card shows for a fact that no file holds.
 NOT_RECORDED = "not recorded"
 
-# The norm after the projector in words, by the config's `projector_norm`.
-NORM_DESCRIPTIONS = {
+# The norm layer after the projector in words, by the config's `projector_norm`.
+NORM_LAYERS = {
     "gwc": "a LayerNorm with gradient compensation (GWC)",
     "layernorm": "a LayerNorm",
     "none": "no norm",
@@ -127,14 +127,14 @@ def render_card(
         release=release,
         licence=licence,
         prose=prose,
-        norm=describe_norm(config),
-        has_norm=config["projector_norm"] != "none",
+        norm_layer=describe_norm_layer(config),
+        has_norm_layer=config["projector_norm"] != "none",
         key_adapter_rank=config.get("key_adapter_rank"),
         parts=list_parts(facts, prose),
         total=format_count(total_weights),
         image_size=config["vision_config"].get("image_size") or NOT_RECORDED,
         image_tokens=config.get("image_seq_length") or NOT_RECORDED,
-        decoder=facts.decoder,
+        decoder_config=facts.decoder_config,
         dtypes=sorted(facts.weights.dtypes),
         class_files=" and ".join(line_counts),
         num_class_lines=sum(line_counts.values()),
@@ -199,15 +199,15 @@ def choose_question(widgets: list[Widget]) -> str:
     return question_part["text"]
 
 
-def describe_norm(config: dict[str, Any]) -> str:
-    """The norm that follows the projector, in words."""
+def describe_norm_layer(config: dict[str, Any]) -> str:
+    """The norm layer that follows the projector, in words."""
     name = config["projector_norm"]
-    return NORM_DESCRIPTIONS.get(name, f"a norm (`projector_norm: {name}`)")
+    return NORM_LAYERS.get(name, f"a norm (`projector_norm: {name}`)")
 
 
 def describe_initialization(facts: Facts) -> str:
-    """Sentences on how the projector and the LayerNorm after it were initialized."""
-    sentences = [describe_initial_norm(facts)]
+    """Sentences on how the projector and the norm layer after it were initialized."""
+    sentences = [describe_initial_l2_norm(facts)]
     if facts.config.get("projector_aligned"):
         sentences.append(
             "Before training, the projector learned to point image tokens at the language model's own embeddings of "
@@ -216,41 +216,41 @@ def describe_initialization(facts: Facts) -> str:
     return " ".join(sentences)
 
 
-def describe_initial_norm(facts: Facts) -> str:
+def describe_initial_l2_norm(facts: Facts) -> str:
     """Sentences on the L2 norm that image tokens had before training."""
     config = facts.config
-    has_norm = config["projector_norm"] != "none"
-    if not has_norm and config.get("projector_scaled"):
-        return (
-            "This model has no norm after the projector. Its projector was scaled before training, so that image "
-            "tokens started at the mean L2 norm of text tokens."
-        )
-    if not has_norm:
-        return "This model has no norm after the projector."
+    if config["projector_norm"] == "none":
+        sentences = "This model has no norm after the projector."
+        if config.get("projector_scaled"):
+            sentences += (
+                " Its projector was scaled before training, so that image tokens started at the mean L2 norm of text "
+                "tokens."
+            )
+        return sentences
 
-    target_norm = config.get("projector_norm_target")
-    if target_norm is not None:
+    target_l2_norm = config.get("projector_norm_target")
+    if target_l2_norm is not None:
         return (
-            "Here the gain of the LayerNorm after the projector starts at a value that gives image tokens an L2 norm "
-            f"of {target_norm:.4g}. That is the mean L2 norm of text tokens, times the `--norm_target_ratio` that the "
-            "model was composed with (1 by default)."
+            "In this model, the gain of the LayerNorm after the projector starts at a value that gives image tokens "
+            f"an L2 norm of {target_l2_norm:.4g}. That is the mean L2 norm of text tokens, times the "
+            "`--norm_target_ratio` that the model was composed with (1 by default)."
         )
 
-    # With a gain of 1, each of the d numbers of a token's embedding is about 1 in size.
-    initial_norm = facts.decoder.hidden_size**0.5
+    # A LayerNorm with a gain of 1 gives a token's embedding d values with a mean square of 1.
+    l2_norm = facts.decoder_config.hidden_size**0.5
     return (
-        "Here the gain of the LayerNorm after the projector starts at 1, which gives image tokens an L2 norm of "
-        f"{initial_norm:.3g} (√d), regardless of text tokens."
+        "In this model, the gain of the LayerNorm after the projector starts at 1, which gives image tokens an L2 "
+        f"norm of {l2_norm:.3g} (√d), regardless of text tokens."
     )
 
 
 def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
     """The rows of the table of parts: each part's name, where the part comes from, and its number of weights."""
-    new = "new in this model"
+    new_part = "new in this model"
     vision_origin = describe_part_origin(facts.vision_model, prose.vision_encoder)
     text_origin = describe_part_origin(facts.text_model, prose.language_model)
-    projector_origin = "a Llava checkpoint" if facts.config.get("llava_name_or_path") else new
-    norm_origin = "none" if facts.config["projector_norm"] == "none" else new
+    projector_origin = "a Llava checkpoint" if facts.config.get("llava_name_or_path") else new_part
+    norm_origin = "none" if facts.config["projector_norm"] == "none" else new_part
 
     counts = facts.weights.counts
     num_text_weights = counts["language_model"] + counts["lm_head"]
@@ -261,7 +261,7 @@ def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
         ("language model", text_origin, format_count(num_text_weights)),
     ]
     if facts.config.get("key_adapter_rank"):
-        rows.append(("key adapters in it", new, format_count(counts["key_adapter"])))
+        rows.append(("key adapters in it", new_part, format_count(counts["key_adapter"])))
     return rows
 
 
@@ -390,21 +390,21 @@ def escape_cell(value: object) -> str:
 
 
 def format_count(number: int | None) -> str:
-    """A whole number with commas between its thousands."""
+    """A whole number with commas between its thousands; "not recorded" for `None`."""
     if number is None:
         return NOT_RECORDED
     return f"{number:,}"
 
 
 def format_number(number: float | None) -> str:
-    """A number with four significant digits."""
+    """A number with four significant digits; "not recorded" for `None`."""
     if number is None:
         return NOT_RECORDED
     return f"{number:,.4g}"
 
 
 def format_duration(seconds: float | None) -> str:
-    """A time in hours, minutes and seconds."""
+    """A time in hours, minutes and seconds; "not recorded" for `None`."""
     if seconds is None:
         return NOT_RECORDED
     return str(timedelta(seconds=round(seconds)))

@@ -1,4 +1,7 @@
-"""Find every fault for which a release folder may not be published."""
+"""Find every fault for which a release folder may not be published.
+
+The class files are the Python files that a release needs to load its model.
+"""
 
 import json
 import re
@@ -51,9 +54,9 @@ def find_faults(folder: Path) -> list[str]:
 
 
 def find_file_faults(path: Path, folder: Path) -> list[str]:
-    """Why a file may not be published: it is a symlink, it is not on the list of files, or it holds something private.
+    """Why a file may not be published: it is a symlink, it is not on the list, or it holds something private.
 
-    The result is empty for a folder, and for a file without faults.
+    The list is that of `hub_cards/contents.py`. The result is empty for a folder, and for a file without faults.
     """
     name = path.relative_to(folder).as_posix()
     if path.is_symlink():  # the link may point to a file outside of the folder
@@ -132,7 +135,7 @@ def find_model_faults(folder: Path, weights: Weights) -> list[str]:
         return [*faults, f"The model can't be loaded: {error}"]
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading_info[kind]:
-            names = [str(name) for name in loading_info[kind]]
+            names = [str(name) for name in loading_info[kind]]  # a mismatched key is a tuple of name and shapes
             faults.append(f"weights: {kind} for the model of config.json: {shorten(names)}. Train or merge again.")
     return faults
 

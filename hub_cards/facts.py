@@ -90,8 +90,8 @@ class Facts:
     Attributes:
         weights: What the weight files hold.
         config: The content of config.json.
-        decoder: The language model's config, as transformers reads it. The fields that the card shows have the same
-            names in all model families here, but not in `config`.
+        decoder_config: The language model's config, as transformers reads it. Here the fields that the card shows
+            have the same names in all model families. In `config` they have not.
         text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
             if neither is known.
         vision_model: Hub id of the vision encoder, or of the Llava checkpoint that the model was converted from;
@@ -99,13 +99,13 @@ class Facts:
         stages: The stages of training, in their order.
         has_whole_history: Whether `stages` holds all training of the model since its parts were joined.
         evaluations: Results of benchmarks, which are the rows of `evaluation.json`.
-        diagnostics: What `python -m diagnostics` measured, as text by the names on the card; `None` if there is no
-            report of it.
+        diagnostics: Values that `python -m diagnostics` measured, as text, by their names on the card; `None` if
+            there is no report of the diagnostics.
     """
 
     weights: Weights
     config: dict[str, Any]
-    decoder: PreTrainedConfig
+    decoder_config: PreTrainedConfig
     text_model: str | None
     vision_model: str | None
     stages: list[TrainingStage]
@@ -140,7 +140,7 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
     return Facts(
         weights=weights,
         config=config,
-        decoder=model_config.get_text_config(),
+        decoder_config=model_config.get_text_config(),
         text_model=find_part_id(config, "text", text_model),
         vision_model=find_part_id(config, "vision", vision_model),
         stages=stages,
@@ -218,6 +218,7 @@ def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> boo
     # A converted Llava and an aligned projector were trained before the first stage, and no file records how.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
+    # "align" is the first stage of training, so nothing is missing before it.
     return len(stages) > 0 and stages[0].name == "align"
 
 

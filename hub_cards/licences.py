@@ -51,7 +51,7 @@ LLAMA_3_2 = Licence(
     attribution="Built with Llama",
 )
 
-# The licence of each known model, by a pattern of the model's Hub id. The patterns name the models' sizes, because
+# The licence of each known model, by a pattern of the model's Hub id. The pattern of Qwen2.5 names the sizes, because
 # Qwen2.5 has other licences at 3B and 72B.
 KNOWN_LICENCES: dict[str, Licence] = {
     r"meta-llama/Llama-3\.2-[13]B(-Instruct)?": LLAMA_3_2,

@@ -27,12 +27,12 @@ REFUSED_FIELDS = ("chat_template_kwargs", "generation_config")
 # What the `url` of a picture begins with if it isn't a path.
 PICTURE_PREFIXES = ("data:", "http://", "https://")
 
-# The routes of `transformers serve` that are kept. Through its other routes, a request can have the code of any
-# repository run, or any file of this machine read as audio.
+# The routes of `transformers serve` that are kept. Through other routes, a request can make the server run the code of
+# any repository, or read any file of this machine as audio.
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/models", "/health")
 
-# transformers serves only the model types in a table of its own, even if a model brings its code. These types are
-# added to the table.
+# transformers serves only model types that are in its own table, even if a model has its own code. These types and
+# their classes are added to the table.
 MODEL_TYPES = {
     "normllava": "NormLlavaForConditionalGeneration",
     "normllava_key_adapters": "NormLlavaKeyAdapterForConditionalGeneration",
@@ -56,7 +56,7 @@ def serve_model(model: str, revision: str, port: int) -> None:
         raise UserError("transformers' server is not installed: pip install -e '.[release]'")
     import uvicorn  # is installed by the extra "release"
 
-    # Loading a model takes long, so the port is tried before.
+    # Loading a model takes long, so the port is tried first.
     try:
         socket.create_server((HOST, port)).close()
     except OSError as error:

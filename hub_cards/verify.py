@@ -130,7 +130,7 @@ def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.Comple
 
     Args:
         card: The file of the card.
-        home: The process's HF_HOME.
+        home: The folder in which the process runs, which is also its HF_HOME.
         token: The token that the process gets; `False` for none.
 
     Raises:

@@ -44,10 +44,11 @@ class EndpointHandler:
 
     def __init__(self, path: str = "") -> None:
         """Load the model and the processor from the folder `path`."""
+        device_map = "auto" if torch.cuda.is_available() else None
         self.model = AutoModelForImageTextToText.from_pretrained(
             path,
             dtype="auto",
-            device_map="auto" if torch.cuda.is_available() else None,
+            device_map=device_map,
             trust_remote_code=True,
         ).eval()
         self.processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)

@@ -1,8 +1,7 @@
-"""A trained NormLlava and its release folder, which are made once for all tests here."""
+"""Fixtures for these tests: a run with a small model and its release folder, and a server in place of the Hub."""
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hub_cards.build import BuildOptions, build_release
 from hub_server import NAME, TOKEN, HubServer, serve_hub
 
 
+# The content of a recipe's `card.yaml`.
 PROSE = {
     "summary": "Answers questions.",
     "intended_use": "Tests.",
@@ -26,6 +26,7 @@ PROSE = {
     "language": ["en", "de"],
     "datasets": ["owner/rows"],
 }
+# The one row of the run's `evaluation.json`, still without the hash of the weights.
 EVALUATION = {
     "task": "Visual question answering",
     "dataset": "owner/rows",
@@ -41,32 +42,40 @@ EVALUATION = {
 
 
 @pytest.fixture(scope="session")
-def trained(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder as training leaves it: the model, the run's records, and files that must never be published.
+def trained_run(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, as training leaves it. Treat it as read-only.
 
-    Treat it as read-only.
+    It holds a model, made-up records of training and evaluation, and files that must not be published.
     """
     run = tmp_path_factory.mktemp("trained") / "stage2"
     shutil.copytree(composed(), run)
 
-    # The records of training and evaluation, which the card shows.
+    # The log of eight steps.
     (run / "trainer_state.json").write_text(json.dumps({"global_step": 8, "log_history": []}))
     metrics = [
         {"step": 4, "loss": 2.5},
         {"step": 8, "loss": 1.5, "num_tokens": 200.0},
         {"step": 8, "train_runtime": 30.0},
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    lines = [json.dumps(entry) for entry in metrics]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
-    environment = {"device": "x86_64", "num_processes": 1, "commit": "0" * 40}
-    # The folder of the stage before is not on this machine.
-    arguments = {"stage": "instruct", "learning_rate": 1e-5, "model_name_or_path": str(run.parent / "gone")}
-    (run / "run.json").write_text(json.dumps({"arguments": arguments, "environment": environment, "recipe": None}))
-    (run / "evaluation.json").write_text(json.dumps([{**EVALUATION, "weights": weights_fingerprint(run)}]))
+    run_record = {
+        "arguments": {
+            "stage": "instruct",
+            "learning_rate": 1e-5,
+            "model_name_or_path": str(run.parent / "gone"),  # the folder of the stage before doesn't exist
+        },
+        "environment": {"device": "x86_64", "num_processes": 1, "commit": "0" * 40},
+        "recipe": None,
+    }
+    (run / "run.json").write_text(json.dumps(run_record))
+    evaluation = {**EVALUATION, "weights": weights_fingerprint(run)}
+    (run / "evaluation.json").write_text(json.dumps([evaluation]))
 
-    # Files that stay behind.
-    (run / "training_args.bin").write_bytes(b"\x80\x02.")
-    (run / "optimizer.pt").write_bytes(b"PK")
+    # Files and a folder that must not be published.
+    (run / "training_args.bin").write_bytes(b"x")
+    (run / "optimizer.pt").write_bytes(b"x")
     (run / "checkpoint-8").mkdir()
     return run
 
@@ -84,38 +93,39 @@ def widget_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with two rows, each of one picture and one question."""
     folder = tmp_path_factory.mktemp("widgets")
     rows = []
-    for number in range(2):
-        Image.new("RGB", (30, 20), (90 * number, 20, 200)).save(folder / f"{number}.png")
-        turns = [{"from": "human", "value": "<image>\nwhat is it?"}]
-        rows.append({"image": f"{number}.png", "conversations": turns})
+    turns = [{"from": "human", "value": "<image>\nwhat is it?"}]
+    for name, colour in (("blue.png", "blue"), ("red.png", "red")):
+        Image.new("RGB", (30, 20), colour).save(folder / name)
+        rows.append({"image": name, "conversations": turns})
     path = folder / "rows.json"
     path.write_text(json.dumps(rows))
     return path
 
 
 @pytest.fixture(scope="session")
-def report(trained: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the diagnostics write about the model. Treat it as read-only."""
+def report(trained_run: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `python -m diagnostics` writes about the run's model. Treat it as read-only."""
     folder = tmp_path_factory.mktemp("report") / "diagnostics"
-    arguments = ["--model", str(trained), "--data", str(widget_data), "--output_dir", str(folder)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["diagnostics", *arguments])
-        run_diagnostics()
+    arguments = ["--model", str(trained_run), "--data", str(widget_data), "--output_dir", str(folder)]
+    run_diagnostics(arguments)
     return folder
 
 
 @pytest.fixture(scope="session")
-def release(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The release folder. Treat it as read-only."""
+def release(trained_run: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The release folder of the run, with two examples. Treat it as read-only.
+
+    The Space's folder is beside it.
+    """
     folder = tmp_path_factory.mktemp("released") / "release"
     options = BuildOptions(repo_id=NAME, prose=prose, widget_data=widget_data, license="apache-2.0")
-    build_release(trained, folder, options)
+    build_release(trained_run, folder, options)
     return folder
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A server in place of the Hub."""
+    """A server that the Hub's client asks instead of the Hub. It has no repository yet."""
     with serve_hub(monkeypatch) as server:
         yield server
 

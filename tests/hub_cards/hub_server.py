@@ -1,6 +1,6 @@
-"""A server on the loopback address that speaks as much of the Hub's HTTP API as pushing and loading need.
+"""A server on the loopback address with as much of the Hub's HTTP API as pushing and loading a model need.
 
-It knows one repository, `NAME`, and one token, `TOKEN`.
+The server can have one repository, `NAME`, and accepts one token, `TOKEN`. `serve_hub` starts it.
 """
 
 import base64
@@ -19,14 +19,14 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
-from hub_cards.__main__ import main
+from hub_cards.__main__ import main as run_hub_cards
 
 
 NAME = "me/Tiny-NormLlava"
 TOKEN = "hf_loopback"
-# Files with these endings are large files, which Git LFS stores.
+# Files with these endings are the large files, which the Hub stores with Git LFS instead of in the commit.
 LFS_SUFFIXES = (".safetensors", ".png")
-# The files of a folder or a commit: content by path.
+# The files of a folder or of a commit: their contents by their paths.
 Tree = dict[str, bytes]
 
 
@@ -36,34 +36,49 @@ class Repository:
 
     Attributes:
         private: Whether only requests with the token see the repository.
-        commits: The files of each commit, by the commit's id, the newest last.
-        tags: The id of the commit that each tag is on.
+        commits: The files of each commit, by the commit's id. The newest commit is the last.
+        tags: The id of the commit that a tag is on, by the tag's name.
     """
 
     private: bool
     commits: dict[str, Tree] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, tree: Tree) -> str:
-        """Add a commit, and return its id."""
-        oid = f"{len(self.commits):040x}"
-        self.commits[oid] = tree
-        return oid
+    def add_commit(self, tree: Tree) -> str:
+        """Add a commit with these files, and return its id."""
+        commit_id = f"{len(self.commits):040x}"  # 40 hexadecimal digits, as in Git
+        self.commits[commit_id] = tree
+        return commit_id
 
     @property
     def head(self) -> str:
+        """The id of the newest commit."""
         return list(self.commits)[-1]
 
     def find_commit(self, revision: str) -> tuple[str, Tree]:
-        """The id and the files of the commit that a branch, a tag or a commit's id names."""
-        oid = {"main": self.head, **self.tags}.get(revision, revision)
-        if oid not in self.commits:
+        """The id and the files of a commit.
+
+        Args:
+            revision: The branch "main", a tag, or a commit's id.
+
+        Raises:
+            HTTPException: if there is no such revision. The server answers with its status.
+        """
+        ids_by_name = {"main": self.head, **self.tags}
+        commit_id = ids_by_name.get(revision, revision)  # a revision without an entry is a commit's id
+        if commit_id not in self.commits:
             raise HTTPException(404, "no revision", {"X-Error-Code": "RevisionNotFound"})
-        return oid, self.commits[oid]
+        return commit_id, self.commits[commit_id]
 
 
 class ReceivedRequest(NamedTuple):
-    """A request that the server got. `authorization` is empty without a token."""
+    """A request that the server got.
+
+    Attributes:
+        method: The HTTP method.
+        path: The URL's path.
+        authorization: The header `Authorization`, which holds the token; empty if the request has no token.
+    """
 
     method: str
     path: str
@@ -72,107 +87,117 @@ class ReceivedRequest(NamedTuple):
 
 @dataclass
 class HubServer:
-    """The server's state, and what tests set in it.
+    """The server's state. Tests read it, and set `failures` and `card_error`.
 
     Attributes:
         url: The server's address.
-        created_repository: The repository; `None` until one is created.
-        objects: Content of the large files, by their hashes.
-        failures: Parts of paths, each with a status. The next request to a path that contains the part fails with that
+        created_repository: The repository; `None` until it is created.
+        large_files: Content of the large files that were uploaded, by their SHA-256 hashes.
+        failures: An HTTP status by a part of a path. The next request whose path contains the part fails with the
             status, and the entry is removed.
-        card_error: If set, the server refuses a card's metadata with this message.
+        card_error: The message with which the server refuses the metadata of cards; `None` if it accepts them.
         requests: All requests so far.
     """
 
     url: str
     created_repository: Repository | None = None
-    objects: dict[str, bytes] = field(default_factory=dict)
+    large_files: dict[str, bytes] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     card_error: str | None = None
     requests: list[ReceivedRequest] = field(default_factory=list)
 
     @property
     def repository(self) -> Repository:
+        """The repository.
+
+        Raises:
+            HTTPException: if there is no repository. The server answers with its status.
+        """
         if self.created_repository is None:
             raise HTTPException(404, "not found", {"X-Error-Code": "RepoNotFound"})
         return self.created_repository
 
-    def is_hidden(self) -> bool:
-        """Whether there is a repository that requests without the token don't see."""
+    def has_private_repository(self) -> bool:
+        """Whether there is a repository and it is private."""
         return self.created_repository is not None and self.created_repository.private
 
     def list_uploads(self) -> list[str]:
-        """The paths at which large files were uploaded."""
+        """The paths to which large files were uploaded."""
         paths = [request.path for request in self.requests if request.method == "PUT"]
         return [path for path in paths if path.startswith("/lfs/")]
 
 
 def build_app(hub: HubServer) -> FastAPI:
+    """The server's app. Each function in here answers the requests to the path in its decorator."""
     app = FastAPI()
-    api = f"/api/models/{NAME}"
+    model_api = f"/api/models/{NAME}"
 
     @app.middleware("http")
-    async def admit(request: Request, answer: Callable[..., Any]) -> Any:
-        """Record a request, then answer it unless a failure is set or the token doesn't allow it."""
+    async def admit_request(request: Request, answer: Callable[..., Any]) -> Any:
+        """Record a request, then refuse it or pass it on to the function that answers it."""
         path = request.url.path
         authorization = request.headers.get("Authorization", "")
         hub.requests.append(ReceivedRequest(request.method, path, authorization))
-        for part in hub.failures:
+        for part, status in hub.failures.items():
             if part in path:
-                return JSONResponse({"error": "set by a test"}, hub.failures.pop(part))
+                del hub.failures[part]
+                return JSONResponse({"error": "set by a test"}, status)
 
         if authorization not in ("", f"Bearer {TOKEN}"):
             message = "Invalid credentials in Authorization header"
             return JSONResponse({"error": message}, 401, {"X-Error-Message": message})
-        if NAME in path and hub.is_hidden() and not authorization:
+        # To requests without a token, the Hub doesn't tell that a private repository exists.
+        asks_for_repository = NAME in path
+        if asks_for_repository and hub.has_private_repository() and not authorization:
             return JSONResponse({"error": "not found"}, 401, {"X-Error-Code": "RepoNotFound"})
         return await answer(request)
 
     @app.post("/api/repos/create")
-    def create(body: dict[str, Any]) -> Any:
+    def create_repository(body: dict[str, Any]) -> Any:
         # Versions of the client differ in the field by which they ask for a private repository.
         is_private = bool(body.get("private")) or body.get("visibility") == "private"
         hub.created_repository = Repository(is_private)
-        hub.created_repository.commit({".gitattributes": b"*.safetensors filter=lfs\n"})
+        hub.created_repository.add_commit({".gitattributes": b"*.safetensors filter=lfs\n"})
         return {"url": f"{hub.url}/{NAME}", "name": NAME, "id": NAME}
 
-    @app.get(api)
-    @app.get(api + "/revision/{revision}")
-    def info(revision: str = "main") -> Any:
-        oid, files = hub.repository.find_commit(revision)
+    @app.get(model_api)
+    @app.get(model_api + "/revision/{revision}")
+    def describe_repository(revision: str = "main") -> Any:
+        commit_id, files = hub.repository.find_commit(revision)
         return {
             "id": NAME,
-            "sha": oid,
+            "sha": commit_id,
             "siblings": [{"rfilename": path} for path in files],
             "tags": [],
             "gated": False,
             "private": hub.repository.private,
         }
 
-    @app.get(api + "/tree/{revision}")
-    def tree(revision: str) -> Any:
+    @app.get(model_api + "/tree/{revision}")
+    def list_files(revision: str) -> Any:
         _, files = hub.repository.find_commit(revision)
         return [describe_file(path, content) for path, content in files.items()]
 
-    @app.get(api + "/refs")
-    def refs() -> Any:
+    @app.get(model_api + "/refs")
+    def list_branches_and_tags() -> Any:
         main = {"name": "main", "ref": "refs/heads/main", "targetCommit": hub.repository.head}
         tags = []
-        for name, oid in hub.repository.tags.items():
-            tags.append({"name": name, "ref": f"refs/tags/{name}", "targetCommit": oid})
+        for name, commit_id in hub.repository.tags.items():
+            tags.append({"name": name, "ref": f"refs/tags/{name}", "targetCommit": commit_id})
         return {"branches": [main], "tags": tags, "converts": []}
 
-    @app.put(api + "/settings")
-    def settings(body: dict[str, Any]) -> Any:
+    @app.put(model_api + "/settings")
+    def change_visibility(body: dict[str, Any]) -> Any:
+        # Here too, versions of the client differ in the field.
         if "private" in body:
             hub.repository.private = body["private"]
         else:
             hub.repository.private = body.get("visibility") != "public"
         return {"private": hub.repository.private}
 
-    @app.post(api + "/preupload/{revision}")
-    def preupload(body: dict[str, Any]) -> Any:
-        """Say for each file whether it is uploaded by Git LFS or within the commit."""
+    @app.post(model_api + "/preupload/{revision}")
+    def choose_upload_mode(body: dict[str, Any]) -> Any:
+        """Say for each file whether the client has to upload it with Git LFS or within the commit."""
         files = []
         for file in body["files"]:
             mode = "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular"
@@ -180,23 +205,27 @@ def build_app(hub: HubServer) -> FastAPI:
         return {"files": files}
 
     @app.post(f"/{NAME}.git/info/lfs/objects/batch")
-    def lfs_batch(body: dict[str, Any]) -> Any:
-        """Say for each large file where to upload it; nowhere if the server has it."""
-        objects = [{"oid": entry["oid"], "size": entry["size"]} for entry in body["objects"]]
-        for entry in objects:
-            if entry["oid"] not in hub.objects:
-                entry["actions"] = {"upload": {"href": f"{hub.url}/lfs/{entry['oid']}", "header": {}}}
+    def choose_upload_urls(body: dict[str, Any]) -> Any:
+        """Say for each large file to which URL the client has to upload it. A file that the server has gets no URL."""
+        objects = []
+        for entry in body["objects"]:
+            file_hash = entry["oid"]
+            answer = {"oid": file_hash, "size": entry["size"]}
+            if file_hash not in hub.large_files:
+                answer["actions"] = {"upload": {"href": f"{hub.url}/lfs/{file_hash}", "header": {}}}
+            objects.append(answer)
         return {"transfer": "basic", "objects": objects}
 
-    @app.put("/lfs/{oid}")
-    async def lfs_upload(oid: str, request: Request) -> Any:
-        hub.objects[oid] = await request.body()
-        assert hashlib.sha256(hub.objects[oid]).hexdigest() == oid
+    @app.put("/lfs/{file_hash}")
+    async def upload_large_file(file_hash: str, request: Request) -> Any:
+        content = await request.body()
+        assert hashlib.sha256(content).hexdigest() == file_hash
+        hub.large_files[file_hash] = content
         return {}
 
-    @app.post(api + "/commit/main")
-    async def commit(request: Request) -> Any:
-        """Apply a commit, which is sent as one JSON object a line."""
+    @app.post(model_api + "/commit/main")
+    async def apply_commit(request: Request) -> Any:
+        """Make a commit from the operations in the request's body, one JSON object in each line."""
         _, head_files = hub.repository.find_commit("main")
         files = dict(head_files)
         body = await request.body()
@@ -206,53 +235,63 @@ def build_app(hub: HubServer) -> FastAPI:
             if operation["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif operation["key"] == "lfsFile":
-                files[value["path"]] = hub.objects[value["oid"]]
+                files[value["path"]] = hub.large_files[value["oid"]]
             elif operation["key"] == "deletedFile":
                 files.pop(value["path"])
-        oid = hub.repository.commit(files)
-        return {"commitUrl": f"{hub.url}/{NAME}/commit/{oid}", "commitOid": oid, "success": True}
+        commit_id = hub.repository.add_commit(files)
+        return {"commitUrl": f"{hub.url}/{NAME}/commit/{commit_id}", "commitOid": commit_id, "success": True}
 
-    @app.post(api + "/tag/{revision}")
-    def tag(revision: str, body: dict[str, Any]) -> Any:
-        oid, _ = hub.repository.find_commit(revision)
-        hub.repository.tags[body["tag"]] = oid
+    @app.post(model_api + "/tag/{revision}")
+    def set_tag(revision: str, body: dict[str, Any]) -> Any:
+        commit_id, _ = hub.repository.find_commit(revision)
+        hub.repository.tags[body["tag"]] = commit_id
         return {}
 
     @app.post("/api/validate-yaml")
-    def validate_yaml() -> Any:
+    def validate_metadata() -> Any:
         if hub.card_error is not None:
             return JSONResponse({"errors": [{"message": hub.card_error}], "warnings": []}, 400)
         return {"errors": [], "warnings": []}
 
-    @app.api_route(f"/{NAME}/resolve/{{revision}}/{{path:path}}", methods=["GET", "HEAD"])
-    def resolve(revision: str, path: str) -> Any:
-        oid, files = hub.repository.find_commit(revision)
+    @app.api_route(f"/{NAME}" + "/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
+    def download_file(revision: str, path: str) -> Any:
+        commit_id, files = hub.repository.find_commit(revision)
         if path not in files:
-            raise HTTPException(404, "not found", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": oid})
+            raise HTTPException(404, "not found", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit_id})
 
-        # The ETag is the hash of the large file, or else Git's hash.
+        # The ETag of a large file is its SHA-256 hash, that of another file is Git's hash.
         entry = describe_file(path, files[path])
-        etag = entry.get("lfs", entry)["oid"]
-        return Response(files[path], headers={"ETag": f'"{etag}"', "X-Repo-Commit": oid})
+        etag = entry["oid"]
+        if "lfs" in entry:
+            etag = entry["lfs"]["oid"]
+        return Response(files[path], headers={"ETag": f'"{etag}"', "X-Repo-Commit": commit_id})
 
     return app
 
 
 def describe_file(path: str, content: bytes) -> dict[str, Any]:
     """A file's entry in the Hub's list of files."""
-    # Git's hash of a file covers a header with its length.
-    oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    entry: dict[str, Any] = {"type": "file", "oid": oid, "size": len(content), "path": path}
+    # Git hashes a header with the file's size, then the content.
+    header = b"blob %d\0" % len(content)
+    git_hash = hashlib.sha1(header + content).hexdigest()
+    entry: dict[str, Any] = {"type": "file", "oid": git_hash, "size": len(content), "path": path}
     if path.endswith(LFS_SUFFIXES):
-        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+        entry["lfs"] = {
+            "oid": hashlib.sha256(content).hexdigest(),
+            "size": len(content),
+            "pointerSize": 130,  # about the size of the small file that Git has in place of a large file
+        }
     return entry
 
 
 @contextmanager
 def serve_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """Start a server, and have the Hub's client ask it, in this process and in processes that this one starts."""
-    with socket.create_server(("127.0.0.1", 0)) as listening_socket:
-        port = listening_socket.getsockname()[1]
+    """Start a server, and have the Hub's client send its requests to this server instead of the Hub.
+
+    This is so in this process, and in processes that this process starts.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listening_socket:  # the system chooses a free port
+        _, port = listening_socket.getsockname()
         hub = HubServer(f"http://127.0.0.1:{port}")
         server = uvicorn.Server(uvicorn.Config(build_app(hub), log_level="error"))
         thread = threading.Thread(target=server.run, args=([listening_socket],), daemon=True)
@@ -264,7 +303,7 @@ def serve_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def redirect_client(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Have the Hub's client ask a server at `url`, without any token and without waiting between retries."""
+    """Have the Hub's client send its requests to `url`, without any token and without waiting between retries."""
     constants = "huggingface_hub.constants."
     monkeypatch.setattr(constants + "ENDPOINT", url)
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -281,15 +320,16 @@ def redirect_client(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 
 def read_tree(folder: Path) -> Tree:
-    """All files below a folder."""
+    """All files in a folder and in its subfolders."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def place_files(hub: HubServer, files: Tree, private: bool = False) -> Repository:
-    """Create the repository with these files in one commit, tagged v1.0, without the client."""
+    """Create the repository with one commit of these files, on which the tag v1.0 is."""
     repository = Repository(private)
-    repository.tags["v1.0"] = repository.commit({".gitattributes": b"", **files})
+    commit_id = repository.add_commit({".gitattributes": b"", **files})
+    repository.tags["v1.0"] = commit_id
     hub.created_repository = repository
     return repository
 
@@ -302,4 +342,4 @@ def read_published(hub: HubServer) -> Tree:
 
 def run_command(*arguments: object) -> None:
     """Run `python -m hub_cards` with these arguments, in this process."""
-    main([str(argument) for argument in arguments])
+    run_hub_cards([str(argument) for argument in arguments])

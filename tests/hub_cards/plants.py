@@ -1,4 +1,8 @@
-"""Changes, mostly faults, that tests plant in a folder."""
+"""Changes that tests make in a folder with a model. Most of them are faults.
+
+The functions return a function that makes the change in a folder, so that tests can list changes before there is a
+folder. `split_weights` is such a function itself.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,49 +13,55 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-# A function that changes a folder.
-Plant = Callable[[Path], object]
+# A function that makes a change in a folder.
+FolderChange = Callable[[Path], object]
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
 
-def write_file(name: str, content: str | bytes) -> Plant:
-    """Replace the content of a file, or make the file."""
+def write_file(name: str, content: str | bytes) -> FolderChange:
+    """Write a file with this content. A file with this name is replaced."""
 
-    def plant(folder: Path) -> None:
+    def change_folder(folder: Path) -> None:
         if isinstance(content, str):
             (folder / name).write_text(content)
         else:
             (folder / name).write_bytes(content)
 
-    return plant
+    return change_folder
 
 
-def append_text(name: str, text: str) -> Plant:
+def append_text(name: str, text: str) -> FolderChange:
     """Add text at the end of a file."""
 
-    def plant(folder: Path) -> None:
+    def change_folder(folder: Path) -> None:
         with (folder / name).open("a") as file:
             file.write(text)
 
-    return plant
+    return change_folder
 
 
-def delete_file(name: str) -> Plant:
+def delete_file(name: str) -> FolderChange:
     """Delete a file."""
     return lambda folder: (folder / name).unlink()
 
 
-def set_fields(name: str, **fields: Any) -> Plant:
-    """Set fields of a JSON file. `a__b` is the field `b` inside `a`; a field that is set to `None` is removed."""
+def set_fields(name: str, **fields: Any) -> FolderChange:
+    """Set fields of a JSON file.
 
-    def plant(folder: Path) -> None:
+    Args:
+        name: The file's name.
+        fields: Values by the names of fields. `a__b` names the field `b` of the object in the field `a`. A field whose
+            value is `None` is removed.
+    """
+
+    def change_folder(folder: Path) -> None:
         content = json.loads((folder / name).read_text())
         for path, value in fields.items():
-            *outer_fields, field = path.split("__")
+            *parent_fields, field = path.split("__")
             parent = content
-            for outer_field in outer_fields:
-                parent = parent[outer_field]
+            for parent_field in parent_fields:
+                parent = parent[parent_field]
 
             if value is None:
                 parent.pop(field, None)
@@ -59,30 +69,33 @@ def set_fields(name: str, **fields: Any) -> Plant:
                 parent[field] = value
         (folder / name).write_text(json.dumps(content))
 
-    return plant
+    return change_folder
 
 
-def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Plant:
-    """Change the weights by a function that changes their dict."""
+def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> FolderChange:
+    """Change the weights by a function that changes a dict of tensors by their names."""
 
-    def plant(folder: Path) -> None:
+    def change_folder(folder: Path) -> None:
         weights = load_file(folder / WEIGHTS)
         change(weights)
         save_file(weights, folder / WEIGHTS, {"format": "pt"})
 
-    return plant
+    return change_folder
 
 
 def split_weights(folder: Path) -> None:
-    """Split the weight file into two files with an index."""
+    """Split the weight file into two files with an index, as transformers saves a large model."""
     weights = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
+
     names = sorted(weights)
     middle = len(names) // 2
-
+    names_by_file = {
+        "model-00001-of-00002.safetensors": names[:middle],
+        "model-00002-of-00002.safetensors": names[middle:],
+    }
     weight_map = {}
-    for number, shard_names in enumerate((names[:middle], names[middle:]), start=1):
-        file = f"model-0000{number}-of-00002.safetensors"
+    for file, shard_names in names_by_file.items():
         shard = {name: weights[name].clone() for name in shard_names}
         save_file(shard, folder / file, {"format": "pt"})
         for name in shard_names:

@@ -1,4 +1,4 @@
-"""A release folder and its card hold what the run's files say."""
+"""Building a release folder: the files that it holds, and what its card says."""
 
 import json
 import math
@@ -24,24 +24,25 @@ from plants import WEIGHTS, change_weights, set_fields, split_weights, write_fil
 
 
 ROOT = Path(__file__).parents[2]
-# Options for a model without parts from the Hub, whose licence has to be given.
+# Options of the build for the tests' model. Its parts are not from the Hub, so the licence has to be given.
 OWN_LICENCE = {"license": "apache-2.0"}
+# Hub ids of parts whose licences are known.
 LLAMA = "meta-llama/Llama-3.2-3B-Instruct"
 QWEN = "Qwen/Qwen2.5-7B-Instruct"
 SIGLIP = "google/siglip-so400m-patch14-384"
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run's folder that a test may change."""
-    return shutil.copytree(trained, tmp_path / "run")
+def run(trained_run: Path, tmp_path: Path) -> Path:
+    """A copy of the folder `trained_run` that a test may change."""
+    return shutil.copytree(trained_run, tmp_path / "run")
 
 
 @pytest.fixture
 def build_card(prose: Path, tmp_path: Path) -> Callable[..., str]:
-    """A function that builds `tmp_path / "release"` from a run, anew at each call, and returns the card's text.
+    """A function that builds a release from a run and returns the text of its card.
 
-    It asserts that the release has no faults.
+    The folder is `tmp_path / "release"`, and is built anew at each call. The release must have no faults.
     """
 
     def build(run: Path, repo_id: str = "me/Mine", **options: Any) -> str:
@@ -56,26 +57,30 @@ def build_card(prose: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 def name_parts(run: Path, text: str | None, vision: str | None) -> None:
-    """Record in the run's config from where the language model and the vision encoder were loaded."""
+    """Record in the run's config by which names the language model and the vision encoder were loaded.
+
+    A name is a Hub id or a folder; `None` removes the record.
+    """
+    # The fields are `_name_or_path` in `text_config` and in `vision_config`.
     set_fields("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
 
 
-def test_a_build_deletes_nothing_beside_the_release(
-    trained: Path, build_card: Callable[..., str], tmp_path: Path
+def test_a_build_keeps_the_files_of_folders_beside_the_release(
+    trained_run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
-    for name in ("space", "release-space"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.txt").write_text("mine")
-    build_card(trained, **OWN_LICENCE)
+    for folder in ("space", "release-space"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.txt").write_text("mine")
+    build_card(trained_run, **OWN_LICENCE)
     assert (tmp_path / "space" / "mine.txt").exists()
 
-    # The Space's files are added beside the file that was there.
+    # The build writes the Space's files into the folder `release-space`.
     names = [path.name for path in (tmp_path / "release-space").iterdir()]
     for name in ("mine.txt", "app.py", "pixels.py"):
         assert name in names
 
 
-def test_a_release_holds_only_the_files_of_the_list(release: Path, trained: Path) -> None:
+def test_a_release_holds_these_files_and_no_others(release: Path) -> None:
     names = {path.relative_to(release).as_posix() for path in release.rglob("*") if path.is_file()}
     assert names == {
         "LICENSE",
@@ -99,26 +104,27 @@ def test_a_release_holds_only_the_files_of_the_list(release: Path, trained: Path
     }
 
 
-def test_names_of_this_machines_folders_are_taken_out(release: Path, trained: Path) -> None:
-    trained_config = json.loads((trained / "config.json").read_text())["text_config"]
-    release_config = json.loads((release / "config.json").read_text())["text_config"]
-    folder = trained_config.pop("_name_or_path")
+def test_the_name_of_the_language_models_folder_is_taken_out(release: Path, trained_run: Path) -> None:
+    text_config = json.loads((trained_run / "config.json").read_text())["text_config"]
+    folder = text_config.pop("_name_or_path")
     assert Path(folder).is_absolute()
-    assert release_config == trained_config
+
+    released_config = json.loads((release / "config.json").read_text())
+    assert released_config["text_config"] == text_config
 
 
-def test_a_release_records_what_it_was_built_for_and_from(release: Path, trained: Path) -> None:
+def test_a_release_records_what_it_was_built_for_and_from(release: Path, trained_run: Path) -> None:
     record = json.loads((release / "release.json").read_text())
-    (evaluation,) = json.loads((trained / "evaluation.json").read_text())
+    (evaluation,) = json.loads((trained_run / "evaluation.json").read_text())
     assert record == {"repo_id": NAME, "revision": "v1.0", "weights": evaluation["weights"]}
 
 
-# Texts that the card should hold. They say what the run's files record, which conftest.py writes.
-RECORDED = (
+# Texts that the card has to contain. They show what the files of the run `trained_run` record; see conftest.py.
+RECORDED_TEXTS = (
     f"# {NAME.split('/')[1]}\n",
     "Answers questions.",
     "followed by a LayerNorm with gradient compensation (GWC)",
-    "| norm after it | new in this model | 64 |",
+    "| norm after it | new in this model | 64 |",  # gain and bias of a LayerNorm of width 32
     "| vision encoder | trained from scratch |",
     "### Stage: instruct",
     "| steps | 8 |",
@@ -138,27 +144,28 @@ RECORDED = (
 )
 
 
-@pytest.mark.parametrize("text", RECORDED)
+@pytest.mark.parametrize("text", RECORDED_TEXTS)
 def test_the_card_says_what_the_run_recorded(text: str, release: Path) -> None:
     assert text in (release / "README.md").read_text()
 
 
-def test_the_card_counts_weights(release: Path, trained: Path) -> None:
-    card = (release / "README.md").read_text()
-    total = 0
-    total_vision = 0
-    for name, tensor in load_file(trained / WEIGHTS).items():
-        total += tensor.numel()
+def test_the_card_counts_weights(release: Path, trained_run: Path) -> None:
+    num_weights = 0
+    num_vision_weights = 0
+    for name, tensor in load_file(trained_run / WEIGHTS).items():
+        num_weights += tensor.numel()
         if name.startswith("model.vision_tower."):
-            total_vision += tensor.numel()
-    assert f"model of {total:,} weights" in card
-    assert f"| vision encoder | trained from scratch | {total_vision:,} |" in card
+            num_vision_weights += tensor.numel()
 
-
-def test_the_card_names_the_norm_of_image_tokens(release: Path, trained: Path) -> None:
     card = (release / "README.md").read_text()
-    target = json.loads((trained / "config.json").read_text())["projector_norm_target"]
-    assert f"an L2 norm of {target:.4g}. That is the mean L2 norm of text tokens" in card
+    assert f"model of {num_weights:,} weights" in card
+    assert f"| vision encoder | trained from scratch | {num_vision_weights:,} |" in card
+
+
+def test_the_card_names_the_l2_norm_with_which_image_tokens_start(release: Path, trained_run: Path) -> None:
+    card = (release / "README.md").read_text()
+    target_l2_norm = json.loads((trained_run / "config.json").read_text())["projector_norm_target"]
+    assert f"an L2 norm of {target_l2_norm:.4g}. That is the mean L2 norm of text tokens" in card
 
 
 def test_the_hubs_client_reads_the_metadata(release: Path) -> None:
@@ -169,30 +176,36 @@ def test_the_hubs_client_reads_the_metadata(release: Path) -> None:
     assert data.language == ["en", "de"]
     assert data.datasets == ["owner/rows"]
     assert data.base_model is None
+
+    # The one row of evaluation.json.
     (result,) = data.eval_results
     assert result.metric_type == "exact_match"
     assert result.metric_value == 0.5
     assert result.dataset_split == "test"
+
+    # An example for each row of `widget_data`.
     assert len(data.widget) == 2
     for widget in data.widget:
         assert list(widget["output"]) == ["text"]
 
 
-def test_what_no_file_records_is_not_recorded_on_the_card(run: Path, build_card: Callable[..., str]) -> None:
+def test_the_card_shows_what_no_file_holds_as_not_recorded(run: Path, build_card: Callable[..., str]) -> None:
+    # run.json holds the hardware and the commit, but not the number of steps.
     (run / "run.json").unlink()
-    text = build_card(run, **OWN_LICENCE)
-    assert "| steps | 8 |" in text
-    assert "| hardware | not recorded |\n| code | not recorded |" in text
+    card = build_card(run, **OWN_LICENCE)
+    assert "| steps | 8 |" in card
+    assert "| hardware | not recorded |\n| code | not recorded |" in card
 
+    # Without the other records too, there is no stage and no result.
     for name in ("trainer_state.json", "metrics.jsonl", "evaluation.json"):
         (run / name).unlink()
-    text = build_card(run, **OWN_LICENCE)
-    assert "Procedure: not recorded." in text
-    assert "## Evaluation\n\nNot recorded." in text
+    card = build_card(run, **OWN_LICENCE)
+    assert "Procedure: not recorded." in card
+    assert "## Evaluation\n\nNot recorded." in card
 
 
-def remove_norm(weights: dict[str, torch.Tensor]) -> None:
-    """Remove the weights of the norm after the projector."""
+def remove_norm_layer(weights: dict[str, torch.Tensor]) -> None:
+    """Remove the weights of the norm layer after the projector."""
     for name in list(weights):
         if "projector.norm" in name:
             del weights[name]
@@ -200,33 +213,47 @@ def remove_norm(weights: dict[str, torch.Tensor]) -> None:
 
 def test_the_card_of_a_model_without_a_norm(run: Path, build_card: Callable[..., str]) -> None:
     set_fields("config.json", projector_norm="none", projector_norm_target=None, projector_scaled=True)(run)
-    change_weights(remove_norm)(run)
-    (run / "evaluation.json").unlink()  # its results were measured with the norm
+    change_weights(remove_norm_layer)(run)
+    (run / "evaluation.json").unlink()  # a build refuses results that were measured with other weights
 
-    text = " ".join(build_card(run, **OWN_LICENCE).split())  # on one line
-    assert "no norm after the projector. Its projector was scaled before training" in text
-    assert "| norm after it | none | 0 |" in text
-    assert "Not with `LlavaForConditionalGeneration`" not in text
+    card = build_card(run, **OWN_LICENCE)
+    card = " ".join(card.split())  # on one line
+    assert "no norm after the projector. Its projector was scaled before training" in card
+    assert "| norm after it | none | 0 |" in card
+    assert "Not with `LlavaForConditionalGeneration`" not in card
 
 
-def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
-    trained: Path, build_card: Callable[..., str], tmp_path: Path
+def test_rows_without_a_question_become_no_examples(
+    trained_run: Path, build_card: Callable[..., str], tmp_path: Path
+) -> None:
+    Image.new("RGB", (30, 20)).save(tmp_path / "0.png")
+    row_without_turns = {"image": "0.png", "label": 3}
+    row_without_question = {"image": "0.png", "conversations": [{"from": "human", "value": "<image>"}]}
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "<image>\nwhat does it say?"},
+    ]
+    row_with_question = {"image": "0.png", "conversations": turns}
+    rows = [row_without_turns, row_without_question, row_with_question]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+
+    card = build_card(trained_run, widget_data=tmp_path / "rows.json", **OWN_LICENCE)
+    assert "what does it say?" in card
+    assert "Be brief." not in card
+    assert [path.name for path in (tmp_path / "release" / "images").iterdir()] == ["example1.png"]
+
+
+def test_the_picture_of_an_example_loses_its_metadata(
+    trained_run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
     artist = 0x013B  # the number of an EXIF field
     exif = Image.Exif()
     exif[artist] = "me"
     Image.new("RGB", (30, 20)).save(tmp_path / "0.png", exif=exif, icc_profile=b"0" * 200)
+    row = {"image": "0.png", "conversations": [{"from": "human", "value": "<image>\nwhat is it?"}]}
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
 
-    row_without_turns = {"image": "0.png", "label": 3}
-    picture_alone = {"image": "0.png", "conversations": [{"from": "human", "value": "<image>"}]}
-    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "<image>\nwhat does it say?"}]
-    rows = [row_without_turns, picture_alone, {"image": "0.png", "conversations": turns}]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-
-    text = build_card(trained, widget_data=tmp_path / "rows.json", **OWN_LICENCE)
-    assert "what does it say?" in text
-    assert [path.name for path in (tmp_path / "release" / "images").iterdir()] == ["example1.png"]
-    assert "Be brief." not in text
+    build_card(trained_run, widget_data=tmp_path / "rows.json", **OWN_LICENCE)
     with Image.open(tmp_path / "release" / "images" / "example1.png") as picture:
         assert picture.info == {}
         assert picture.size == (30, 20)
@@ -239,7 +266,7 @@ def test_a_picture_with_a_palette_keeps_its_colours(tmp_path: Path) -> None:
         assert copy.convert("RGB").tobytes() == picture.tobytes()
 
 
-def test_commands_of_the_card_can_be_copied(run: Path, build_card: Callable[..., str]) -> None:
+def test_commands_on_the_card_are_not_escaped(run: Path, build_card: Callable[..., str]) -> None:
     evaluations = json.loads((run / "evaluation.json").read_text())
     evaluations[0]["command"] = "python evaluate.py < rows.json | tee log"
     (run / "evaluation.json").write_text(json.dumps(evaluations))
@@ -248,7 +275,7 @@ def test_commands_of_the_card_can_be_copied(run: Path, build_card: Callable[...,
 
 def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
     split_weights(run)
-    (run / "evaluation.json").unlink()  # its results name the hash of the single file
+    (run / "evaluation.json").unlink()  # a build refuses results that were measured with other weight files
     build_card(run, **OWN_LICENCE)
     names = sorted(path.name for path in (tmp_path / "release").glob("*.safetensors*"))
     assert names == [
@@ -258,7 +285,7 @@ def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[...,
     ]
 
 
-def test_class_files_are_this_versions(
+def test_a_release_gets_this_versions_class_files(
     run: Path, build_card: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -270,20 +297,25 @@ def test_class_files_are_this_versions(
 
 
 def summary_row(measure: str, modality: str, mean: float, low: float, high: float) -> dict[str, Any]:
-    """A row of the diagnostics' summary; `low` and `high` are the ends of the interval."""
+    """A row of the diagnostics' summary: a mean over four pictures, and the ends of its interval."""
     return {"measure": measure, "modality": modality, "layer": None, "mean": mean, "low": low, "high": high, "n": 4}
 
 
 @pytest.fixture
 def measured_run(run: Path) -> Path:
-    """The run with a made-up report of the diagnostics."""
+    """The run with a made-up report of the diagnostics, which is about the run's weights."""
     (evaluation,) = json.loads((run / "evaluation.json").read_text())
     rows = [
-        summary_row("ratio", "", 1.5, 1.25, 1.75),
-        summary_row("turning", "visual", 0.25, 0.2, 0.3),
-        summary_row("turning", "text", 0.5, 0.4, 0.6),
+        summary_row("ratio", modality="", mean=1.5, low=1.25, high=1.75),
+        summary_row("turning", modality="visual", mean=0.25, low=0.2, high=0.3),
+        summary_row("turning", modality="text", mean=0.5, low=0.4, high=0.6),
     ]
-    model = {"weights": evaluation["weights"], "dtype": "float32", "num_pictures": 4, "summary": {"rows": rows}}
+    model = {
+        "weights": evaluation["weights"],
+        "dtype": "float32",
+        "num_pictures": 4,
+        "summary": {"rows": rows},
+    }
 
     (run / "diagnostics" / "figures").mkdir(parents=True)
     (run / "diagnostics" / "report.json").write_text(json.dumps({"models": [model]}))
@@ -291,18 +323,27 @@ def measured_run(run: Path) -> Path:
     return run
 
 
-def test_the_card_shows_what_was_measured(measured_run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
-    text = build_card(measured_run, **OWN_LICENCE)
-    assert "| pictures | 4 |" in text
-    assert "| L2 norm of image tokens over that of text tokens, at the decoder | 1.50 (1.25 to 1.75) |" in text
-    assert "| turning of image tokens per layer, 1 − cosine | 0.25 (0.20 to 0.30) |" in text
-    assert "| turning of text tokens per layer | 0.50 (0.40 to 0.60) |" in text
-    assert "](diagnostics/overview.png)" in text
+def test_the_card_shows_the_diagnostics_report(
+    measured_run: Path, build_card: Callable[..., str], tmp_path: Path
+) -> None:
+    card = build_card(measured_run, **OWN_LICENCE)
+    assert "| pictures | 4 |" in card
+    assert "| L2 norm of image tokens over that of text tokens, at the decoder | 1.50 (1.25 to 1.75) |" in card
+    assert "| turning of image tokens per layer, 1 − cosine | 0.25 (0.20 to 0.30) |" in card
+    assert "| turning of text tokens per layer | 0.50 (0.40 to 0.60) |" in card
+    assert "](diagnostics/overview.png)" in card
     with Image.open(tmp_path / "release" / "diagnostics" / "overview.png") as picture:
         assert picture.size == (40, 30)
 
 
-@pytest.mark.parametrize("change", [{"weights": "other"}, {"weights": None}, {"dtype": "float32, quantized"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"weights": "other"}, id="other weights"),
+        pytest.param({"weights": None}, id="unknown weights"),
+        pytest.param({"dtype": "float32, quantized"}, id="quantized weights"),
+    ],
+)
 def test_a_report_on_other_weights_is_refused(change: dict[str, Any], measured_run: Path) -> None:
     (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
     set_fields("diagnostics/report.json", models=[model | change])(measured_run)
@@ -310,32 +351,59 @@ def test_a_report_on_other_weights_is_refused(change: dict[str, Any], measured_r
         collect_facts(measured_run)
 
 
-def test_a_report_of_two_models_or_another_version_is_refused(measured_run: Path) -> None:
+def test_a_report_of_two_models_is_refused(measured_run: Path) -> None:
     (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
     set_fields("diagnostics/report.json", models=[model, model])(measured_run)
     with pytest.raises(ValueError, match="Run python -m diagnostics on this model alone"):
         collect_facts(measured_run)
 
+
+def test_a_report_of_another_version_is_refused(measured_run: Path) -> None:
+    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
     del model["summary"]
     set_fields("diagnostics/report.json", models=[model])(measured_run)
     with pytest.raises(ValueError, match=r"report.json: another version wrote it .* Run python -m diagnostics"):
         collect_facts(measured_run)
 
 
-def test_results_that_are_not_finite_or_of_other_weights_are_refused(run: Path) -> None:
+def test_a_result_that_is_not_finite_is_refused(run: Path) -> None:
     (result,) = json.loads((run / "evaluation.json").read_text())
     (run / "evaluation.json").write_text(json.dumps([result | {"value": math.nan}]))
     with pytest.raises(ValueError, match=r"evaluation.json, row 0: value is NaN or infinite"):
         collect_facts(run)
 
+
+def test_a_result_that_names_no_weights_is_refused(run: Path) -> None:
+    (result,) = json.loads((run / "evaluation.json").read_text())
     (run / "evaluation.json").write_text(json.dumps([result | {"weights": None}]))
     with pytest.raises(ValueError, match=r"row 0, Visual .* with other weights. Measure again: python evaluate.py"):
         collect_facts(run)
 
 
-def test_earlier_stages_and_their_data_are_found(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
+@pytest.fixture
+def run_after_align(run: Path, tmp_path: Path) -> Path:
+    """The run, now as the stage "instruct" after a stage "align" whose folder is there too."""
     stage1 = shutil.copytree(run, tmp_path / "stage1")
-    local_source = {
+    set_fields("run.json", arguments__stage="align")(stage1)
+    set_fields("run.json", arguments__model_name_or_path=str(stage1))(run)
+    return run
+
+
+def test_the_card_lists_the_stages_in_their_order(run_after_align: Path, build_card: Callable[..., str]) -> None:
+    card = build_card(run_after_align, **OWN_LICENCE)
+    assert card.index("### Stage: align") < card.index("### Stage: instruct")
+    assert "Training before the stage that follows" not in card
+
+
+def test_the_card_says_that_the_training_of_an_aligned_projector_is_not_recorded(
+    run_after_align: Path, build_card: Callable[..., str]
+) -> None:
+    set_fields("config.json", projector_aligned=True)(run_after_align)
+    assert "Training before the stage that follows: not recorded." in build_card(run_after_align, **OWN_LICENCE)
+
+
+def test_the_card_names_a_local_source_of_data_without_its_folder(run: Path, build_card: Callable[..., str]) -> None:
+    source = {
         "path": "/home/someone/rows.json",
         "name": None,
         "split": "train",
@@ -346,35 +414,35 @@ def test_earlier_stages_and_their_data_are_found(run: Path, build_card: Callable
         "drawn": 1000,
         "fingerprint": "a" * 64,
     }
-    hub_source = {
+    set_fields("run.json", sources=[source])(run)
+
+    card = build_card(run, **OWN_LICENCE)
+    assert f"| data | rows.json: 1,000 rows; content {'a' * 12} |\n" in card
+    assert "someone" not in card
+
+
+def test_the_card_links_a_source_of_data_on_the_hub(run: Path, build_card: Callable[..., str]) -> None:
+    source = {
         "path": "owner/rows",
         "name": "large",
         "split": "dev",
         "is_local": False,
         "rows": 1000,
         "good_rows": 990,
-        "weight": 2.5,
-        "drawn": 1000,
+        "weight": 0.5,
+        "drawn": 495,
         "fingerprint": "b" * 64,
     }
-    set_fields("run.json", arguments__stage="align")(stage1)
-    set_fields("run.json", arguments__model_name_or_path=str(stage1), sources=[local_source, hub_source])(run)
+    set_fields("run.json", sources=[source])(run)
 
-    text = build_card(run, **OWN_LICENCE)
-    assert text.index("### Stage: align") < text.index("### Stage: instruct")
-    assert "Training before" not in text
-    assert f"| data | rows.json: 1,000 rows; content {'a' * 12} |\n" in text
+    card = build_card(run, **OWN_LICENCE)
     link = "[owner/rows](https://huggingface.co/datasets/owner/rows), large, dev"
-    assert f"| data | {link}: 990 rows (of 1,000; the rest are bad), weight 2.5, 1,000 per epoch; content b" in text
-    assert "someone" not in text
-
-    # Aligning the projector was training too, and has no record.
-    set_fields("config.json", projector_aligned=True)(run)
-    assert "Training before the stage that follows: not recorded." in build_card(run, **OWN_LICENCE)
+    num_rows = "990 rows (of 1,000; the rest are bad), weight 0.5, 495 per epoch"
+    assert f"| data | {link}: {num_rows}; content {'b' * 12} |\n" in card
 
 
 def test_a_stage_lists_only_arguments_that_had_an_effect(run: Path) -> None:
-    unused = {
+    arguments_without_effect = {
         "load_in_4bit": False,
         "bnb_4bit_quant_type": "nf4",
         "lora_r": 16,
@@ -382,12 +450,13 @@ def test_a_stage_lists_only_arguments_that_had_an_effect(run: Path) -> None:
         "data_seed": None,
         "norm_learning_rate": 1e-4,  # the run's log has no learning rate of a norm
     }
-    set_fields("run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused})(run)
+    arguments = {"stage": "instruct", "learning_rate": 1e-5, **arguments_without_effect}
+    set_fields("run.json", arguments=arguments)(run)
     (stage,) = collect_facts(run).stages
     assert stage.arguments == {"learning_rate": 1e-5}
 
 
-def test_an_adapt_stage_lists_loras_the_key_losses_and_the_norms_arguments(run: Path) -> None:
+def test_an_adapt_stage_lists_arguments_of_lora_of_key_losses_and_of_the_norm(run: Path) -> None:
     arguments = {"lora_r": 16, "key_mmd_weight": 0.1, "key_gram_weight": 0.0, "norm_learning_rate": 1e-4}
     set_fields("run.json", arguments={"stage": "adapt", **arguments})(run)
     with (run / "metrics.jsonl").open("a") as metrics:
@@ -397,75 +466,89 @@ def test_an_adapt_stage_lists_loras_the_key_losses_and_the_norms_arguments(run: 
 
 
 def test_a_resumed_stage_has_no_time(run: Path) -> None:
-    """The log of a resumed run holds only the time since it was resumed."""
+    """A resumed run logs only the time since it was resumed."""
     set_fields("run.json", environment__resumed=True)(run)
     (stage,) = collect_facts(run).stages
     assert stage.seconds is None
 
 
-def test_a_torn_line_of_the_metrics_is_named(run: Path) -> None:
+def test_an_incomplete_line_of_the_metrics_is_named(run: Path) -> None:
+    # The run's log has three lines already.
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"loss": 1')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 4, is not valid JSON"):
         collect_facts(run)
 
 
-def test_a_push_finds_the_recipes_prose_and_the_diagnostics(
+def test_a_push_finds_the_recipes_prose_and_the_report_of_the_diagnostics(
     run: Path, report: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hub_cards.__main__.get_token", lambda: None)
-    push = ["push", run, "--repo_id", "me/Mine", "--license", "apache-2.0", "--dry_run"]
+    monkeypatch.setattr("hub_cards.__main__.get_token", lambda: None)  # so the Hub is not asked
+    dry_run = ["push", run, "--repo_id", "me/Mine", "--license", "apache-2.0", "--dry_run"]
 
     # There is no card.yaml beside the recipe yet.
     set_fields("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
     with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing. Give .* --prose; training/recipes/\*/card"):
-        run_command(*push)
+        run_command(*dry_run)
 
     (tmp_path / "recipes").mkdir()
     shutil.copy(prose, tmp_path / "recipes" / "card.yaml")
     shutil.copytree(report, run / "diagnostics")
-    run_command(*push)
+    run_command(*dry_run)
+    # The fixture `report` is about the two pictures of `widget_data`.
     assert "| pictures | 2 |" in (run / "release" / "README.md").read_text()
+    # A picture without content would be smaller.
     assert (run / "release" / "diagnostics" / "overview.png").stat().st_size > 10_000
 
 
-def test_the_recipes_bring_their_prose() -> None:
-    paths = list((ROOT / "training" / "recipes").glob("*/card.yaml"))
-    assert len(paths) == 4
-    for path in paths:
+def test_the_prose_of_every_recipe_can_be_read() -> None:
+    recipe_folders = [path for path in (ROOT / "training" / "recipes").iterdir() if path.is_dir()]
+    assert recipe_folders
+    for folder in recipe_folders:
+        path = folder / "card.yaml"
         recipe_prose = Prose(**yaml.safe_load(path.read_text()))
         for dataset in recipe_prose.datasets:
             assert HUB_ID_PATTERN.fullmatch(dataset)
 
 
 @pytest.mark.parametrize(
-    ("text", "vision", "options", "message"),
+    ("text_model", "message"),
     [
-        ("Qwen/Qwen2.5-3B-Instruct", None, {}, "licence of Qwen/Qwen2.5-3B-Instruct is not known here"),
-        (None, None, {}, "name it: --text_model owner/name. Otherwise choose a licence: --license apache-2.0"),
-        (LLAMA, SIGLIP, {}, "asks for another name than Mine: Llama-Mine"),
-        (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "A copy of the licence .* is needed: .* --base_licence_file"),
-        (LLAMA, SIGLIP, {"license": "gemma"}, "under the gemma and the Llama 3.2 Community License, and a release"),
+        ("Qwen/Qwen2.5-3B-Instruct", "licence of Qwen/Qwen2.5-3B-Instruct is not known here"),
+        (None, "name it: --text_model owner/name. Otherwise choose a licence: --license apache-2.0"),
     ],
 )
-def test_a_build_stops_where_the_licence_is_not_clear(
-    text: str | None,
-    vision: str | None,
-    options: dict[str, str],
-    message: str,
-    run: Path,
-    build_card: Callable[..., str],
+def test_a_build_stops_if_the_licence_of_a_part_is_neither_known_nor_given(
+    text_model: str | None, message: str, run: Path, build_card: Callable[..., str]
 ) -> None:
-    name_parts(run, text, vision)
+    name_parts(run, text_model, vision=None)
+    with pytest.raises(ValueError, match=message):
+        build_card(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "asks for another name than Mine: Llama-Mine"),
+        ({"repo_id": "me/Llama-Mine"}, "A copy of the licence .* is needed: .* --base_licence_file"),
+        ({"license": "gemma"}, "under the gemma and the Llama 3.2 Community License, and a release"),
+    ],
+    ids=["name without Llama", "no text of the licence", "another licence is given"],
+)
+def test_a_build_stops_if_it_does_not_do_what_llamas_licence_asks_for(
+    options: dict[str, str], message: str, run: Path, build_card: Callable[..., str]
+) -> None:
+    name_parts(run, LLAMA, SIGLIP)
     with pytest.raises(ValueError, match=message):
         build_card(run, **options)
 
 
-def test_hub_ids_of_the_parts_are_given_or_recorded(run: Path, build_card: Callable[..., str]) -> None:
+def test_the_hub_id_of_a_part_is_given_or_recorded(run: Path, build_card: Callable[..., str]) -> None:
+    # The language model was loaded from a folder, so the build gets its id.
     name_parts(run, "/data/models/Qwen", SIGLIP)
-    text = build_card(run, text_model=QWEN)
-    assert f"Made from {QWEN}. Made from {SIGLIP}." in text
-    assert ModelCard(text).data.base_model == [QWEN, SIGLIP]
+    card = build_card(run, text_model=QWEN)
+    assert f"Made from {QWEN}. Made from {SIGLIP}." in card
+    assert ModelCard(card).data.base_model == [QWEN, SIGLIP]
 
 
 def test_a_converted_llava_is_the_base_model(run: Path) -> None:
@@ -481,31 +564,31 @@ def test_another_id_than_the_recorded_one_is_refused(run: Path) -> None:
         collect_facts(run, text_model=LLAMA)
 
 
-def test_llama_brings_its_agreement_its_notice_and_its_name(
+def test_a_model_with_llama_gets_the_files_and_sentences_that_the_licence_asks_for(
     run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
     name_parts(run, LLAMA, SIGLIP)
     agreement = tmp_path / "LICENSE.txt"
     agreement.write_text("LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nand so on\n")
 
-    text = build_card(run, "me/Llama-Mine", base_licence_file=agreement)
+    card = build_card(run, "me/Llama-Mine", base_licence_file=agreement)
     release = tmp_path / "release"
     assert (release / "LICENSE").read_text() == agreement.read_text()
     assert "Llama 3.2 Community License, Copyright © Meta Platforms" in (release / "NOTICE").read_text()
     assert (release / "LICENSE-APACHE").read_text() == (ROOT / "LICENSE").read_text()
-    assert "**Built with Llama**" in text
-    assert "Apache-2.0. The text of\nthat licence is in `LICENSE-APACHE`." in text
-    assert "license: llama3.2\n" in text
+    assert "**Built with Llama**" in card
+    assert "Apache-2.0. The text of\nthat licence is in `LICENSE-APACHE`." in card
+    assert "license: llama3.2\n" in card
 
 
-def test_a_licence_can_be_given(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
+def test_a_licence_that_is_not_known_can_be_given(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
     name_parts(run, "google/gemma-2b", SIGLIP)
     terms = tmp_path / "terms.txt"
     terms.write_text("Gemma Terms of Use: and so on\n")
 
-    text = build_card(run, license="gemma", base_licence_file=terms)
-    assert "license: gemma\n" in text
-    assert "[gemma](LICENSE); the text is in `LICENSE`." in text
+    card = build_card(run, license="gemma", base_licence_file=terms)
+    assert "license: gemma\n" in card
+    assert "[gemma](LICENSE); the text is in `LICENSE`." in card
     assert (tmp_path / "release" / "LICENSE").read_text() == terms.read_text()
     assert (tmp_path / "release" / "LICENSE-APACHE").exists()
     assert not (tmp_path / "release" / "NOTICE").exists()
@@ -514,15 +597,14 @@ def test_a_licence_can_be_given(run: Path, build_card: Callable[..., str], tmp_p
 def test_two_licences_other_than_apaches_are_refused(
     run: Path, build_card: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        KNOWN_LICENCES, "google/gemma-2b", Licence("gemma", "Gemma Terms of Use", "https://ai.google.dev")
-    )
+    gemma = Licence(identifier="gemma", title="Gemma Terms of Use", link="https://ai.google.dev")
+    monkeypatch.setitem(KNOWN_LICENCES, "google/gemma-2b", gemma)
     name_parts(run, "google/gemma-2b", LLAMA)
     with pytest.raises(ValueError, match=r"under the Gemma Terms of Use and the Llama 3\.2 Community"):
         build_card(run)
 
 
-@pytest.mark.parametrize("revision", ["main", "0" * 40, "a b"])
+@pytest.mark.parametrize("revision", ["main", "0" * 40, "a b"], ids=["branch", "commit", "space in it"])
 def test_a_revision_that_pins_no_code_is_refused(revision: str, run: Path, build_card: Callable[..., str]) -> None:
     with pytest.raises(ValueError, match=f"--revision '{revision}' is not a tag that pins code"):
         build_card(run, revision=revision, **OWN_LICENCE)
@@ -534,8 +616,9 @@ def test_a_revision_that_pins_no_code_is_refused(revision: str, run: Path, build
         ("dataset: [a/b]", "card.yaml is not a card's prose .*unexpected keyword argument 'dataset'"),
         ("language: [no]", r"card.yaml: language is \[False\], not text"),
     ],
+    ids=["unknown field", "value that is not text"],
 )
-def test_prose_that_does_not_fit_is_named(
+def test_a_field_of_the_prose_that_can_not_be_read_is_named(
     line: str, message: str, run: Path, prose: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "card.yaml").write_text(f"{prose.read_text()}{line}\n")

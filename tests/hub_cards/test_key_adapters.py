@@ -1,7 +1,6 @@
 """The release and the card of a model with key adapters."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,15 @@ RANK = 4
 
 
 @pytest.fixture(scope="module")
-def adapted(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder whose model has key adapters with other values than at their start, as after training."""
+def adapted_run(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in which key adapters were trained. Treat it as read-only."""
     run = tmp_path_factory.mktemp("adapted") / "adapt"
-    shutil.copytree(trained, run)
+    shutil.copytree(trained_run, run)
     torch.manual_seed(0)
-    model = NormLlavaForConditionalGeneration.from_pretrained(trained)
-    model = add_key_adapters(model, RANK, 32, 0.05)
+    model = NormLlavaForConditionalGeneration.from_pretrained(trained_run)
+    model = add_key_adapters(model, RANK, alpha=32, dropout=0.05)
+
+    # New adapters have zeros here and change nothing. Training would give them other values.
     for layer in model.model.language_model.layers:
         layer.self_attn.k_proj.key_adapter.up.data.normal_()
     model.save_pretrained(run)
@@ -35,32 +36,37 @@ def adapted(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_the_card_says_what_the_config_and_the_weights_say(adapted: Path, prose: Path, tmp_path: Path) -> None:
+def test_the_card_shows_the_key_adapters_of_the_config_and_the_weights(
+    adapted_run: Path, prose: Path, tmp_path: Path
+) -> None:
     release = tmp_path / "release"
     options = BuildOptions(repo_id="me/Tiny-NormLlava", prose=prose, license="apache-2.0")
-    build_release(adapted, release, options)
+    build_release(adapted_run, release, options)
     assert find_faults(release) == []
 
     card = (release / "README.md").read_text()
     assert "The decoder's keys have adapters of rank 4, one for image and one for text tokens (MaLoRA-style" in card
-
-    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(adapted)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    assert f"{total:,} weights" in card
-    adapter_parameters = [parameter for name, parameter in model.named_parameters() if ".key_adapter." in name]
-    num_adapter_weights = sum(parameter.numel() for parameter in adapter_parameters)
-    assert f"| key adapters in it | new in this model | {num_adapter_weights:,} |" in card
     assert "| `key_mmd_weight` | 0.1 |" in card
+
+    num_weights = 0
+    num_adapter_weights = 0
+    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(adapted_run)
+    for name, parameter in model.named_parameters():
+        num_weights += parameter.numel()
+        if ".key_adapter." in name:
+            num_adapter_weights += parameter.numel()
+    assert f"{num_weights:,} weights" in card
+    assert f"| key adapters in it | new in this model | {num_adapter_weights:,} |" in card
 
 
 def test_training_before_the_adapters_were_added_is_recorded(
-    trained: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: Path, adapted_run: Path, tmp_path: Path
 ) -> None:
-    run = shutil.copytree(adapted, tmp_path / "run")
+    # The run that trained the adapters started from this folder, which `add_key_adapters` makes from the run before.
+    run = shutil.copytree(adapted_run, tmp_path / "run")
     with_adapters = tmp_path / "with_adapters"
-    arguments = ["--model", str(trained), "--rank", str(RANK), "--output_dir", str(with_adapters)]
-    monkeypatch.setattr(sys, "argv", ["add_key_adapters", *arguments])
-    run_add_key_adapters()
+    arguments = ["--model", str(trained_run), "--rank", str(RANK), "--output_dir", str(with_adapters)]
+    run_add_key_adapters(arguments)
     set_fields("run.json", arguments={"stage": "adapt", "model_name_or_path": str(with_adapters)})(run)
 
     facts = collect_facts(run)

@@ -1,4 +1,4 @@
-"""Push and verify with the Hub's real client, against a server on the loopback address."""
+"""`push` and `verify` with the Hub's real client, against a server on the loopback address in place of the Hub."""
 
 import re
 import shutil
@@ -16,17 +16,18 @@ from plants import change_weights
 
 @pytest.fixture
 def token(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token in the file where `hf auth login` writes it."""
+    """A valid token, in the file into which `hf auth login` writes it."""
     (tmp_path / "token").write_text(TOKEN)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
 
 
 def test_the_folder_of_a_dry_run_is_pushed_and_verified(
-    trained: Path, prose: Path, hub: HubServer, token: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trained_run: Path, prose: Path, hub: HubServer, token: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "release"
-    push = ["push", trained, "--repo_id", NAME, "--output_dir", folder]
-    run_command(*push, "--license", "apache-2.0", "--prose", prose, "--dry_run")
+    push = ["push", trained_run, "--repo_id", NAME, "--output_dir", folder]
+    options_of_the_build = ["--license", "apache-2.0", "--prose", prose]
+    run_command(*push, *options_of_the_build, "--dry_run")
     assert f"{NAME} is new, without the tag v1.0\n+ LICENSE\n" in caplog.text
     assert hub.created_repository is None
 
@@ -35,7 +36,7 @@ def test_the_folder_of_a_dry_run_is_pushed_and_verified(
         card.write("\nSaid by hand.\n")
     run_command(*push)
     assert hub.repository.private
-    assert len(hub.repository.commits) == 2  # the Hub's first commit, and the push's
+    assert len(hub.repository.commits) == 2  # one for the creation of the repository, one for the push
     assert read_published(hub) == read_tree(folder)
     assert b"Said by hand." in read_published(hub)["README.md"]
 
@@ -47,35 +48,48 @@ def test_the_folder_of_a_dry_run_is_pushed_and_verified(
     assert not hub.repository.private
     assert len(hub.repository.commits) == 2
 
+    # The published files are verified.
     hub.requests.clear()
     caplog.clear()
     run_command("verify", NAME, "--revision", "v1.0", "--stage", folder)
     assert f"Verified: {NAME} at v1.0" in caplog.text
     assert "The card's snippet printed: " in caplog.text
+
     # The repository is public, so its files are downloaded without a token.
     downloads = [request for request in hub.requests if "/resolve/" in request.path]
     assert downloads
     assert all(request.authorization == "" for request in downloads)
 
 
-def test_options_of_the_build_are_refused_for_a_folder_that_is_there(
-    trained: Path, release: Path, prose: Path, hub: HubServer
+def test_options_of_the_build_are_refused_for_a_folder_that_exists_already(
+    trained_run: Path, release: Path, prose: Path, hub: HubServer
 ) -> None:
-    push = ["push", trained, "--repo_id", NAME, "--output_dir", release, "--dry_run"]
+    dry_run = ["push", trained_run, "--repo_id", NAME, "--output_dir", release, "--dry_run"]
     advice = (
         f"no effect on {release}, which is there already. Delete {release} to build it anew, or leave the options out"
     )
     with pytest.raises(SystemExit, match=f"^error: --prose, --license: {re.escape(advice)}"):
-        run_command(*push, "--license", "mit", "--prose", prose)
+        run_command(*dry_run, "--license", "mit", "--prose", prose)
 
-    run_command(*push)
+    run_command(*dry_run)
 
 
-def test_without_a_token_a_dry_run_still_builds(
-    trained: Path, prose: Path, hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_without_a_token_a_push_is_refused_but_a_dry_run_builds(
+    trained_run: Path, prose: Path, hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "release"
-    push = ["push", trained, "--repo_id", NAME, "--license", "apache-2.0", "--prose", prose, "--output_dir", folder]
+    push = [
+        "push",
+        trained_run,
+        "--repo_id",
+        NAME,
+        "--license",
+        "apache-2.0",
+        "--prose",
+        prose,
+        "--output_dir",
+        folder,
+    ]
     with pytest.raises(SystemExit, match="There is no token: hf auth login"):
         run_command(*push)
     assert not folder.exists()
@@ -86,69 +100,86 @@ def test_without_a_token_a_dry_run_still_builds(
     assert hub.requests == []
 
 
-def test_a_folder_that_is_not_this_release_is_refused(
-    trained: Path, release: Path, tmp_path: Path, token: None, hub: HubServer
-) -> None:
+def test_a_folder_for_another_tag_is_refused(trained_run: Path, release: Path, token: None, hub: HubServer) -> None:
     with pytest.raises(SystemExit, match=f"was built for {NAME}, v1.0. Delete it, or choose another --output_dir"):
-        run_command("push", trained, "--repo_id", NAME, "--revision", "v1.1", "--output_dir", release)
+        run_command("push", trained_run, "--repo_id", NAME, "--revision", "v1.1", "--output_dir", release)
 
+    assert hub.requests == []
+
+
+def test_a_release_folder_in_place_of_the_run_is_refused(
+    release: Path, tmp_path: Path, token: None, hub: HubServer
+) -> None:
     with pytest.raises(SystemExit, match="is a release: give the run that it was built from"):
         run_command("push", release, "--repo_id", NAME, "--output_dir", tmp_path / "new")
 
-    retrained = shutil.copytree(trained, tmp_path / "retrained")
+    assert hub.requests == []
+
+
+def test_a_folder_of_other_weights_is_refused(
+    trained_run: Path, release: Path, tmp_path: Path, token: None, hub: HubServer
+) -> None:
+    retrained = shutil.copytree(trained_run, tmp_path / "retrained")
     change_weights(lambda weights: weights["lm_head.weight"].zero_())(retrained)
     with pytest.raises(SystemExit, match=r"was built from other weights than .*retrained holds now"):
         run_command("push", retrained, "--repo_id", NAME, "--output_dir", release)
 
+    assert hub.requests == []
+
+
+def test_a_folder_of_an_earlier_version_is_refused(
+    trained_run: Path, release: Path, tmp_path: Path, token: None, hub: HubServer
+) -> None:
     # Earlier versions built folders without release.json.
     old_release = shutil.copytree(release, tmp_path / "old")
     (old_release / "release.json").unlink()
     with pytest.raises(SystemExit, match=r"old holds no release.json: .* an earlier version built it. Delete it"):
-        run_command("push", trained, "--repo_id", NAME, "--output_dir", old_release)
+        run_command("push", trained_run, "--repo_id", NAME, "--output_dir", old_release)
     with pytest.raises(SystemExit, match=r"old holds no release.json"):
         run_command("verify", NAME, "--revision", "v1.0", "--stage", old_release)
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("former", ["build", "check"])
-def test_former_commands_name_the_new_one(former: str) -> None:
-    with pytest.raises(SystemExit, match=f"^error: {former} is part of push now: .* push <run> .* --dry_run"):
-        run_command(former, "runs/digits/stage2")
+@pytest.mark.parametrize("command", ["build", "check"])
+def test_a_command_of_an_earlier_version_is_refused_with_the_new_command(command: str) -> None:
+    with pytest.raises(SystemExit, match=f"^error: {command} is part of push now: .* push <run> .* --dry_run"):
+        run_command(command, "runs/digits/stage2")
 
 
 def test_a_folder_with_a_file_that_is_not_on_the_list_is_not_pushed(
-    trained: Path, release: Path, hub: HubServer, token: None, tmp_path: Path
+    trained_run: Path, release: Path, hub: HubServer, token: None, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(release, tmp_path / "release")
     (folder / "optimizer.pt").write_bytes(b"x")
     with pytest.raises(SystemExit, match=r"can't be published:\n  optimizer.pt: is not on the list"):
-        run_command("push", trained, "--repo_id", NAME, "--output_dir", folder)
+        run_command("push", trained_run, "--repo_id", NAME, "--output_dir", folder)
     assert hub.requests == []
 
 
 def test_a_token_that_the_hub_refuses_ends_in_one_error(
-    trained: Path, release: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    trained_run: Path, release: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_revoked")
-    push = ["push", trained, "--repo_id", NAME, "--output_dir", release]
+    push = ["push", trained_run, "--repo_id", NAME, "--output_dir", release]
+    # The client's message has several lines, and `[\s\S]` matches across them.
     with pytest.raises(SystemExit, match=r"The push stopped; push again to go on.*: .*401[\s\S]*Invalid credentials"):
         run_command(*push)
     with pytest.raises(SystemExit, match=r"The Hub can't be asked.*: .*401[\s\S]*Invalid credentials"):
         run_command(*push, "--dry_run")
 
 
-@pytest.mark.parametrize("request_that_fails", ["/commit/", "/tag/", "/settings"])
+@pytest.mark.parametrize("failing_path", ["/commit/", "/tag/", "/settings"])
 def test_a_push_that_stopped_is_finished_by_another(
-    request_that_fails: str, release: Path, hub: HubServer, api: HfApi
+    failing_path: str, release: Path, hub: HubServer, api: HfApi
 ) -> None:
-    # The client itself repeats a request that fails with 500, and gives up at 403.
-    hub.failures = {request_that_fails: 403, "/objects/batch": 500}
+    # The client gives up at 403, but repeats a request that fails with 500: here the first that uploads large files.
+    hub.failures = {failing_path: 403, "/objects/batch": 500}
     with pytest.raises(OSError, match="403"):
         push_release(release, api, public=True)
     assert hub.repository.private
 
     push_release(release, api, public=True)
-    assert not hub.failures
+    assert not hub.failures  # both requests have failed
     assert read_published(hub) == read_tree(release)
     assert not hub.repository.private
     assert len(hub.repository.commits) == 2
@@ -159,7 +190,7 @@ def test_a_push_that_stopped_is_finished_by_another(
     assert len(uploads) == len(set(uploads))
 
 
-def test_stale_files_go_in_the_same_commit(release: Path, hub: HubServer, api: HfApi) -> None:
+def test_a_push_deletes_old_files_in_its_one_commit(release: Path, hub: HubServer, api: HfApi) -> None:
     earlier_files = {"README.md": b"before", "old.bin": b"x", "LICENSE": read_tree(release)["LICENSE"]}
     repository = place_files(hub, earlier_files, private=True)
     repository.tags.clear()
@@ -175,16 +206,16 @@ def test_stale_files_go_in_the_same_commit(release: Path, hub: HubServer, api: H
 
 
 def test_a_tag_is_not_moved(release: Path, hub: HubServer, api: HfApi) -> None:
-    """The head holds the release's files, but the tag is on other files, and the tag is what counts."""
+    """The tag is on a commit with another card. The newest commit has the release's files, but this doesn't matter."""
     repository = place_files(hub, read_tree(release) | {"README.md": b"other"})
-    repository.commit(read_tree(release))
+    repository.add_commit(read_tree(release))
     with pytest.raises(UserError, match=r"already has a tag v1.0, which is not moved, and README.md differs"):
         push_release(release, api)
     assert len(repository.commits) == 2
     assert hub.list_uploads() == []
 
 
-def test_a_public_repository_is_changed_only_with_the_option(release: Path, hub: HubServer, api: HfApi) -> None:
+def test_a_public_repository_is_changed_only_if_the_push_is_public(release: Path, hub: HubServer, api: HfApi) -> None:
     repository = place_files(hub, read_tree(release))
     repository.tags.clear()
     with pytest.raises(UserError, match=f"{NAME} is public: push with --public"):
@@ -204,11 +235,9 @@ def test_verify_finds_what_differs(release: Path, hub: HubServer, monkeypatch: p
     files = read_tree(release)
     del files["LICENSE"]
     files["theirs.txt"] = b"x"
-    # All snippets of the card are run, so a second one that fails is noticed.
+    # All snippets of the card are run, so verify notices that a second snippet fails.
     files["README.md"] += b"\n```python\nprint(1 / 0)\n```\n"
     place_files(hub, files, private=True)
-    with pytest.raises(UserError, match="does not exist, or is private or gated and needs a token"):
-        verify_release(NAME, "v1.0")
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert verify_release(NAME, "v1.0", release).problems == [
@@ -219,6 +248,12 @@ def test_verify_finds_what_differs(release: Path, hub: HubServer, monkeypatch: p
     ]
 
 
+def test_a_private_release_is_not_verified_without_a_token(release: Path, hub: HubServer) -> None:
+    place_files(hub, read_tree(release), private=True)
+    with pytest.raises(UserError, match="does not exist, or is private or gated and needs a token"):
+        verify_release(NAME, "v1.0")
+
+
 def test_verify_reports_a_snippet_that_fails_without_a_message(release: Path, hub: HubServer) -> None:
     """A process that the system kills, for lack of memory for example, may write no error."""
     files = read_tree(release)
@@ -227,11 +262,14 @@ def test_verify_reports_a_snippet_that_fails_without_a_message(release: Path, hu
     assert verify_release(NAME, "v1.0").problems == ["the card's snippet fails: exit status 3"]
 
 
-def test_verify_says_in_one_line_that_a_release_is_missing_or_another(release: Path, hub: HubServer) -> None:
+def test_verify_says_in_one_line_that_a_release_can_not_be_downloaded(release: Path, hub: HubServer) -> None:
     place_files(hub, read_tree(release))
     with pytest.raises(SystemExit, match=r"^error: The release can't be downloaded: .*404"):
         run_command("verify", NAME, "--revision", "v2.0")
     with pytest.raises(SystemExit, match=r"^error: The release can't be downloaded: .*me/a/b"):
         run_command("verify", "me/a/b", "--revision", "v1.0")
+
+
+def test_verify_refuses_a_folder_of_another_release(release: Path, hub: HubServer) -> None:
     with pytest.raises(SystemExit, match=f"was built for {NAME}, v1.0, not {NAME}, v2.0"):
         run_command("verify", NAME, "--revision", "v2.0", "--stage", release)

@@ -1,4 +1,4 @@
-"""What the Space answers, draws and refuses, also over HTTP."""
+"""What the Space answers, draws and refuses, called in this process and over HTTP."""
 
 import importlib
 import sys
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def import_app(patch: pytest.MonkeyPatch, model: Path, space_folder: Path) -> ModuleType:
-    """Import the app of a Space's folder anew, with this model. Importing it loads the model."""
+    """Import `app.py` of a Space's folder anew, which loads this model."""
     patch.setenv("MODEL", str(model))
     patch.setenv("REVISION", "main")
     patch.syspath_prepend(space_folder)
@@ -38,21 +38,22 @@ def import_app(patch: pytest.MonkeyPatch, model: Path, space_folder: Path) -> Mo
 
 @pytest.fixture(scope="module")
 def space(release: Path) -> Iterator[ModuleType]:
-    """The app of the Space that was built with the release."""
+    """The imported `app.py` of the Space that was built with the release. It serves the release's model."""
     with pytest.MonkeyPatch.context() as patch:
         yield import_app(patch, release, release.with_name("release-space"))
 
 
-def test_its_values_are_those_of_the_diagnostics(
+def test_the_spaces_values_are_those_of_the_diagnostics(
     space: ModuleType, picture: Image.Image, composed: Callable[..., Path]
 ) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
     processor = AutoProcessor.from_pretrained(composed())
-    # The letter "x" becomes an attention sink: its embedding is very long. The question below has two.
+    # The letter "x" becomes an attention sink, because its embedding gets a very large norm. The question has two.
     (letter_id,) = processor.tokenizer("x", add_special_tokens=False)["input_ids"]
     model.get_input_embeddings().weight.data[letter_id] *= 1000
     inputs = space.prepare_inputs(model, processor, picture, "what is xx?")
 
+    # The diagnostics exclude both sinks.
     tokens = classify_sample(inputs, token_ids(model, processor))
     with Probe(model, inputs, tokens) as probe, torch.no_grad():
         model(**inputs)
@@ -60,37 +61,43 @@ def test_its_values_are_those_of_the_diagnostics(
     assert record.tokens.excluded["sink"].sum() == 2
     summary = Summary.of(measure_layers([record]))
 
-    measured = space.measure_layers(model, processor, inputs)
+    means = space.measure_tokens(model, processor, inputs)
     # The diagnostics' name of the modality "image" is "visual".
     for modality, diagnostics_modality in (("image", "visual"), ("text", "text")):
         norms = summary.curve("norm", diagnostics_modality)["mean"].tolist()
         turning = summary.curve("turning", diagnostics_modality)["mean"].tolist()
-        assert measured["norm"][modality] == pytest.approx(norms, rel=1e-5)
-        assert measured["turning"][modality] == pytest.approx(turning, abs=1e-6)
+        assert means["norm"][modality] == pytest.approx(norms, rel=1e-5)
+        assert means["turning"][modality] == pytest.approx(turning, abs=1e-6)
 
 
-def test_without_the_norm_image_tokens_enter_as_the_norm_gets_them(space: ModuleType, picture: Image.Image) -> None:
+def test_without_the_norm_layer_image_tokens_enter_the_decoder_as_the_projector_returns_them(
+    space: ModuleType, picture: Image.Image
+) -> None:
     inputs = space.prepare_inputs(space.model, space.processor, picture, "what is it?")
-    without_norm = space.measure_without_norm(inputs)
+    means_without_norm_layer = space.measure_without_norm_layer(inputs)
 
-    # The hook runs only if the norm is in its place again.
-    norm_inputs: list[torch.Tensor] = []
-    norm = space.model.base_model.multi_modal_projector.norm
-    with norm.register_forward_pre_hook(lambda norm, args: norm_inputs.append(args[0])):
-        with_norm = space.measure_layers(space.model, space.processor, inputs)
+    # What the norm layer gets is what the projector returns.
+    projected: list[torch.Tensor] = []
+    norm_layer = space.model.base_model.multi_modal_projector.norm
+    with norm_layer.register_forward_pre_hook(lambda module, args: projected.append(args[0])):
+        means = space.measure_tokens(space.model, space.processor, inputs)
+    (image_tokens,) = projected
 
-    (projected,) = norm_inputs
-    assert without_norm["norm"]["image"][0] == pytest.approx(projected.norm(dim=-1).mean().item(), rel=1e-5)
-    assert without_norm["norm"]["text"][0] == with_norm["norm"]["text"][0]
+    # The first value of the L2 norm is at the input of the first layer of the decoder.
+    l2_norm = image_tokens.norm(dim=-1).mean().item()
+    assert means_without_norm_layer["norm"]["image"][0] == pytest.approx(l2_norm, rel=1e-5)
+    assert means["norm"]["image"][0] != pytest.approx(l2_norm, rel=1e-5)
+    assert means_without_norm_layer["norm"]["text"][0] == means["norm"]["text"][0]
 
 
-def test_a_model_without_a_norm_is_served_too(
+def test_a_model_without_a_norm_layer_is_served_too(
     composed: Callable[..., Path], release: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = import_app(monkeypatch, composed(projector_norm="none"), release.with_name("release-space"))
     _, figure = app.answer(picture, "what is it?")
-    # One line for image tokens and one for text tokens, and none without the norm.
-    assert len(figure.axes[0].lines) == 2
+    # There is a line for image tokens and a line for text tokens, but no dashed lines.
+    norm_panel = figure.axes[0]
+    assert len(norm_panel.lines) == 2
 
 
 def test_a_question_that_contains_the_image_token_is_refused(space: ModuleType, picture: Image.Image) -> None:
@@ -108,7 +115,7 @@ def client(space: ModuleType) -> Iterator[Client]:
         space.demo.close()
 
 
-def test_it_answers_over_http(space: ModuleType, client: Client, picture: Image.Image, tmp_path: Path) -> None:
+def test_the_space_answers_over_http(space: ModuleType, client: Client, picture: Image.Image, tmp_path: Path) -> None:
     picture.save(tmp_path / "picture.png")
     text, plot = client.predict(handle_file(tmp_path / "picture.png"), "what is it?", api_name="/answer")
     assert client.config["title"] == space.NAME
@@ -123,7 +130,7 @@ def test_it_answers_over_http(space: ModuleType, client: Client, picture: Image.
 def test_a_transparent_picture_gets_a_white_ground_over_http(
     space: ModuleType, client: Client, tmp_path: Path
 ) -> None:
-    """Without it, black writing on a transparent ground would be a black picture."""
+    """Without a white ground, black writing on a transparent ground would be a black picture."""
     writing = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
     writing.paste((0, 0, 0, 255), (5, 5, 20, 10))
     writing.save(tmp_path / "writing.png")
@@ -140,13 +147,17 @@ def test_a_transparent_picture_gets_a_white_ground_over_http(
 
 def read_pins(path: Path) -> dict[str, str]:
     """The versions that a requirements file pins, by package."""
-    lines = path.read_text().splitlines()
-    return dict(line.split("==") for line in lines if "==" in line)
+    pins = {}
+    for line in path.read_text().splitlines():
+        if "==" in line:
+            package, version = line.split("==")
+            pins[package] = version
+    return pins
 
 
-def test_its_pins_are_what_the_tests_run_with() -> None:
+def test_the_space_pins_the_versions_that_the_tests_run_with() -> None:
     pins = read_pins(SPACE_FOLDER / "requirements.txt")
-    tested = read_pins(ROOT / "constraints.txt")
+    tested_versions = read_pins(ROOT / "constraints.txt")
     for package, version in pins.items():
-        assert tested[package] == version
+        assert tested_versions[package] == version
     assert metadata_load(SPACE_FOLDER / "README.md")["sdk_version"] == pins["gradio"]

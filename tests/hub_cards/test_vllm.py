@@ -1,7 +1,8 @@
-"""vLLM's Transformers backend refuses key adapters; on other models it answers as transformers does (a slow test).
+"""vLLM refuses a model with key adapters, and answers as transformers does for other models (a slow test).
 
-Sources: transformers' page "Transformers as modeling backend", and vLLM's
-`vllm/model_executor/models/transformers/multimodal.py` at 03e3bc8c1e9c and `base.py` of 0.32.0.
+vLLM runs these models with its Transformers backend. Sources of what is said of vLLM here: transformers' page
+"Transformers as modeling backend", and vLLM's `vllm/model_executor/models/transformers/multimodal.py` at the commit
+03e3bc8c1e9c and `base.py` of version 0.32.0.
 """
 
 import json
@@ -9,9 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,29 +26,39 @@ from training.compose import compose
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_key_adapters_are_refused_where_vllm_builds_the_model(
-    rank: int, composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def build_as_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build a folder's model without weights, as vLLM does.
+
+    `Base.__init__` of vLLM 0.32 registers vLLM's attention and names it in the text config, then builds the model.
+    """
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", lambda *args, **kwargs: None)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config.get_text_config()._attn_implementation = "vllm"
+    with torch.device("meta"):
+        AutoModel.from_config(config=config, dtype=torch.float32, trust_remote_code=True)
+
+
+def test_a_model_with_key_adapters_is_refused_when_vllm_builds_it(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    if rank > 0:
-        model = add_key_adapters(model, rank, 32, 0.05)
+    model = add_key_adapters(model, rank=4, alpha=32, dropout=0.05)
     model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"vLLM can't run key adapters.*Serve with transformers"):
+        build_as_vllm(tmp_path, monkeypatch)
 
-    # vLLM 0.32's `Base.__init__` registers its attention and names it in the text config, then builds the model.
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", lambda *args, **kwargs: None)
-    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
-    config.get_text_config()._attn_implementation = "vllm"
-    expectation: AbstractContextManager[Any] = nullcontext()
-    if rank > 0:
-        expectation = pytest.raises(ValueError, match=r"vLLM can't run key adapters.*Serve with transformers")
-    with expectation, torch.device("meta"):
-        AutoModel.from_config(config=config, dtype=torch.float32, trust_remote_code=True)
+
+def test_a_model_without_key_adapters_is_built_by_vllm(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    model.save_pretrained(tmp_path)
+    build_as_vllm(tmp_path, monkeypatch)  # raises no error
 
 
 @pytest.fixture(scope="module")
 def vllm_python() -> Path:
-    """The Python of vLLM's own environment, which is installed first if it is missing."""
+    """The Python of an environment with vLLM. The environment is installed first if it is missing."""
     make = ["make", ".venv-vllm/installed", f"PYTHON={sys.executable}"]
     completed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
     assert completed.returncode == 0, f"vLLM's environment could not be made:\n{completed.stderr[-3000:]}"
@@ -58,7 +67,7 @@ def vllm_python() -> Path:
 
 @pytest.fixture(scope="module")
 def model_with_wide_heads(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose attention heads have width 64. vLLM's attention on a CPU can't do the tests' usual 8."""
+    """A model whose attention heads have width 64. On a CPU, vLLM can't do width 8, which other tests use."""
     folder = tmp_path_factory.mktemp("wide")
     set_seed(0)
     config = AutoConfig.from_pretrained(backbones("qwen2"), head_dim=64)
@@ -74,23 +83,29 @@ def model_with_wide_heads(backbones: Callable[[str], Path], tmp_path_factory: py
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # installing vLLM's environment takes five minutes
 def test_vllm_answers_as_transformers_does(vllm_python: Path, model_with_wide_heads: Path, tmp_path: Path) -> None:
-    # -I and an empty cache of class files make sure that only the folder's own class files are used.
+    # The script asks vLLM and transformers a question with a picture, then a question without. Because of -I and of a
+    # new HF_HOME, where transformers caches class files, only the folder's own class files are used.
     script = Path(__file__).with_name("vllm_answers.py")
     command = [vllm_python, "-I", script, model_with_wide_heads, tmp_path / "answers.json"]
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     completed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-5000:]
 
     answers = json.loads((tmp_path / "answers.json").read_text())
     largest_differences = []
     for vllm_answer, transformers_answer in zip(answers["vllm"], answers["transformers"], strict=True):
-        assert len(vllm_answer["tokens"]) == 8
+        assert len(vllm_answer["tokens"]) == 8  # `NUM_TOKENS` of the script
         assert vllm_answer["tokens"] == transformers_answer["tokens"]
         differences = np.subtract(vllm_answer["log_probabilities"], transformers_answer["log_probabilities"])
         largest_differences.append(np.abs(differences).max())
 
-    # vLLM's attention rounds to bfloat16 on CPUs that multiply it. A question with a picture must not differ more than
-    # the rounding explains, which the question without a picture shows.
+    # On a CPU that can multiply bfloat16, vLLM's attention rounds to bfloat16. How much this changes is seen at the
+    # question without a picture. A picture may double the difference, but not more.
     with_picture, without_picture = largest_differences
     assert without_picture < 0.01
     assert with_picture < 2 * without_picture + 1e-5

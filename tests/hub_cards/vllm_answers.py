@@ -1,4 +1,4 @@
-"""Write the greedy answers of a released folder's model by vLLM and by transformers, as JSON.
+"""Ask vLLM and transformers the same questions about a released model, and write their greedy answers as JSON.
 
 This script runs in vLLM's own environment:
 
@@ -16,11 +16,25 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from vllm import LLM, SamplingParams
 
 
+# Number of tokens in each answer.
 NUM_TOKENS = 8
 
 
+def main() -> None:
+    """Ask both, and write their answers."""
+    folder, answers_file = sys.argv[1:]
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
+    prompts = make_prompts(processor)
+    answers = {
+        "transformers": [ask_transformers(model, processor, prompt) for prompt in prompts],
+        "vllm": ask_vllm(folder, prompts),
+    }
+    Path(answers_file).write_text(json.dumps(answers))
+
+
 def make_prompts(processor: Any) -> list[dict[str, Any]]:
-    """A prompt with a picture, and a prompt without, in vLLM's form."""
+    """A prompt with a picture, and a prompt without a picture, in vLLM's form."""
     picture = Image.linear_gradient("L").convert("RGB")
     with_picture = format_chat(processor, [{"type": "image"}, {"type": "text", "text": "what is it?"}])
     without_picture = format_chat(processor, [{"type": "text", "text": "who are you?"}])
@@ -31,7 +45,7 @@ def make_prompts(processor: Any) -> list[dict[str, Any]]:
 
 
 def format_chat(processor: Any, content: list[dict[str, str]]) -> str:
-    """The text of a chat that begins with this content of the user."""
+    """The text of a chat in which the user has said this content and the assistant comes next."""
     messages = [{"role": "user", "content": content}]
     return processor.apply_chat_template(messages, add_generation_prompt=True)
 
@@ -41,11 +55,18 @@ def ask_transformers(model: Any, processor: Any, prompt: dict[str, Any]) -> dict
     picture = prompt["multi_modal_data"].get("image")
     inputs = processor(text=prompt["prompt"], images=picture, return_tensors="pt")
     generated = model.generate(
-        **inputs, max_new_tokens=NUM_TOKENS, do_sample=False, output_scores=True, return_dict_in_generate=True
+        **inputs,
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
     )
-    tokens = generated.sequences[0, inputs["input_ids"].shape[1] :]
-    all_log_probabilities = torch.cat(generated.scores).log_softmax(-1)  # [num_tokens, vocabulary]
-    log_probabilities = all_log_probabilities.gather(1, tokens[:, None])[:, 0]
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    tokens = generated.sequences[0, num_prompt_tokens:]  # [NUM_TOKENS]
+
+    all_log_probabilities = torch.cat(generated.scores).log_softmax(-1)  # [NUM_TOKENS, vocab_size]
+    positions = torch.arange(len(tokens))
+    log_probabilities = all_log_probabilities[positions, tokens]  # [NUM_TOKENS]
     return {"tokens": tokens.tolist(), "log_probabilities": log_probabilities.tolist()}
 
 
@@ -61,27 +82,17 @@ def ask_vllm(folder: str, prompts: list[dict[str, Any]]) -> list[dict[str, list[
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=2**26,  # 256 tokens of a model of 30 layers take 12 MB, in blocks of 128
     )
+    # logprobs=0 asks for the log-probability of each generated token, and of no other token.
+    options = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0)
+
     answers = []
-    for request in engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0)):
-        output = request.outputs[0]
-        # Each step holds log-probabilities by token, here only that of the chosen token.
-        steps = zip(output.token_ids, output.logprobs, strict=True)
-        log_probabilities = [step[token].logprob for token, step in steps]
-        answers.append({"tokens": list(output.token_ids), "log_probabilities": log_probabilities})
+    for request in engine.generate(prompts, options):
+        completion = request.outputs[0]
+        log_probabilities = []
+        for token, by_token in zip(completion.token_ids, completion.logprobs, strict=True):
+            log_probabilities.append(by_token[token].logprob)
+        answers.append({"tokens": list(completion.token_ids), "log_probabilities": log_probabilities})
     return answers
-
-
-def main() -> None:
-    """Ask both, and write their answers."""
-    folder, output = sys.argv[1:]
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
-    prompts = make_prompts(processor)
-    answers = {
-        "transformers": [ask_transformers(model, processor, prompt) for prompt in prompts],
-        "vllm": ask_vllm(folder, prompts),
-    }
-    Path(output).write_text(json.dumps(answers))
 
 
 # vLLM's workers import this file, and must not run it.

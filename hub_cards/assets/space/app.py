@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 import torch
-from layers import LayerMeans, draw_layers, measure_layers
+from layers import LayerMeans, draw_layers, measure_tokens
 from PIL import Image
 from pixels import to_rgb
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -21,7 +21,7 @@ GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_rep
 CAPTION = (
     "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
     "last, of the last layer's output. Turning: between a layer's input and output. "
-    "Dashed: the same weights with the norm after the projector removed; this is not a model trained without it. "
+    "Dashed: the same weights without the norm layer after the projector; this is not a model trained without it. "
     "To run this page yourself: MODEL=<folder or owner/name> REVISION=main python app.py"
 )
 
@@ -29,15 +29,17 @@ if "MODEL" not in os.environ or "REVISION" not in os.environ:
     raise SystemExit("Set the Space's variables MODEL and REVISION: README.md explains them.")
 MODEL = os.environ["MODEL"]
 REVISION = os.environ["REVISION"]
+# The name of the repository without its owner, or the name of the folder.
 NAME = MODEL.rstrip("/").split("/")[-1]
 
 # The model's own code is run, at this revision.
+device_map = "auto" if torch.cuda.is_available() else None
 model = AutoModelForImageTextToText.from_pretrained(
     MODEL,
     revision=REVISION,
     trust_remote_code=True,
     dtype="auto",
-    device_map="auto" if torch.cuda.is_available() else None,
+    device_map=device_map,
 ).eval()
 processor = AutoProcessor.from_pretrained(MODEL, revision=REVISION, trust_remote_code=True)
 
@@ -56,9 +58,9 @@ def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
     num_prompt_tokens = inputs["input_ids"].shape[1]
     text = processor.decode(generated[0, num_prompt_tokens:], skip_special_tokens=True)
 
-    with_norm = measure_layers(model, processor, inputs)
-    without_norm = measure_without_norm(inputs)
-    return text.strip(), draw_layers(with_norm, without_norm)
+    means = measure_tokens(model, processor, inputs)
+    means_without_norm_layer = measure_without_norm_layer(inputs)
+    return text.strip(), draw_layers(means, means_without_norm_layer)
 
 
 def prepare_inputs(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
@@ -74,15 +76,15 @@ def prepare_inputs(model: Any, processor: Any, picture: Image.Image, question: s
     return inputs.to(model.device, dtype=model.dtype)
 
 
-def measure_without_norm(inputs: Any) -> LayerMeans | None:
-    """Measure the layers as if there were no norm after the projector; `None` if the model has no such norm."""
+def measure_without_norm_layer(inputs: Any) -> LayerMeans | None:
+    """Measure the layers without the norm layer after the projector; `None` if the model has no such norm layer."""
     if model.config.projector_norm == "none":
         return None
 
-    # The hook replaces the norm's output by its input as long as the `with` lasts.
-    norm = model.base_model.multi_modal_projector.norm
-    with norm.register_forward_hook(lambda module, args, output: args[0]):
-        return measure_layers(model, processor, inputs)
+    # As long as the `with` lasts, the hook replaces the norm layer's output by its input.
+    norm_layer = model.base_model.multi_modal_projector.norm
+    with norm_layer.register_forward_hook(lambda module, args, output: args[0]):
+        return measure_tokens(model, processor, inputs)
 
 
 with gr.Blocks(title=NAME) as demo:

@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 
-# A token is an attention sink if its norm is more than this many times the median norm of its modality.
+# A token is an attention sink if its L2 norm is more than this many times the median norm of its modality.
 SINK_FACTOR = 10.0
 COLOURS = {"image": "#d55e00", "text": "#0072b2"}
 # A mean for each layer, by measure ("norm", "turning"), then by modality ("image", "text").
 LayerMeans = dict[str, dict[str, list[float]]]
 
 
-def measure_layers(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> LayerMeans:
+def measure_tokens(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> LayerMeans:
     """Measure means over the image tokens and over the text tokens of one question, without special tokens and sinks.
 
     The norm is that of each layer's input and, as the last value, of the last layer's output.
@@ -91,13 +91,13 @@ def without_sinks(norms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return new_mask
 
 
-def draw_layers(with_norm: LayerMeans, without_norm: LayerMeans | None) -> Figure:
-    """Draw the norm in one panel and the turning in another.
+def draw_layers(means: LayerMeans, means_without_norm_layer: LayerMeans | None) -> Figure:
+    """Draw the L2 norm in one panel and the turning in another.
 
     Args:
-        with_norm: The means of the model as it is.
-        without_norm: The means without the norm after the projector, drawn as dashed lines; `None` if the model has
-            no such norm.
+        means: The means of the model as it is.
+        means_without_norm_layer: The means without the norm layer after the projector, drawn as dashed lines; `None`
+            if the model has no such norm layer.
     """
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     norm_panel, turning_panel = figure.subplots(1, 2)
@@ -108,10 +108,12 @@ def draw_layers(with_norm: LayerMeans, without_norm: LayerMeans | None) -> Figur
         panel.set_xlabel("layer")
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         for modality, colour in COLOURS.items():
-            panel.plot(with_norm[measure][modality], label=modality, color=colour, marker=".")
-            if without_norm is not None:
+            values = means[measure][modality]
+            panel.plot(values, label=modality, color=colour, marker=".")
+            if means_without_norm_layer is not None:
+                values = means_without_norm_layer[measure][modality]
                 label = f"{modality}, without norm"
-                panel.plot(without_norm[measure][modality], label=label, color=colour, marker=".", linestyle="--")
+                panel.plot(values, label=label, color=colour, marker=".", linestyle="--")
 
     # Both panels have the same lines, so one legend is enough.
     turning_panel.legend(frameon=False)

@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the picture of every drawing, and all files."""
+    """Write the picture of every drawing, and the files of rows."""
     parse(build_parser(), argv)
     drawings, credits = read_drawings(RUN / "downloads")
     folder = RUN / "pictures"
@@ -92,8 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     write_rows(folder / "pictures.json", records)
     for held_out in HELD_OUT:
-        write_rows(folder / f"{held_out}.json", [row for row in naming_rows if row["set"] == held_out])
-    write_rows(folder / "captions.json", [row for row in naming_rows if row["set"] not in HELD_OUT])
+        held_out_rows = [row for row in naming_rows if row["set"] == held_out]
+        write_rows(folder / f"{held_out}.json", held_out_rows)
+    training_captions = [row for row in naming_rows if row["set"] not in HELD_OUT]
+    write_rows(folder / "captions.json", training_captions)
     write_rows(folder / "train.json", picture_rows + text_rows)
 
 

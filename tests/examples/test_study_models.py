@@ -13,6 +13,7 @@ from transformers import AutoProcessor, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from examples.emoji import evaluate
+from examples.emoji.pictures import Record
 from examples.emoji.study import __main__ as study
 from examples.emoji.study import measures, starts
 from examples.emoji.study import run as study_run
@@ -25,7 +26,6 @@ from examples.emoji.study.cells import (
     SCALED,
     SCALED_SLOWLY,
     Arm,
-    Record,
 )
 from examples.emoji.study.run import second_layer_rate
 from examples.emoji.study.starts import START_FILE, make_arm_model

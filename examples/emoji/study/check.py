@@ -14,6 +14,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -22,7 +23,7 @@ from transformers import AutoProcessor
 
 from common.console import command, parse
 from examples.emoji.parts import RUN
-from examples.emoji.study.cells import BLOCK_2, Projector, Record
+from examples.emoji.study.cells import BLOCK_2, Projector
 from examples.emoji.study.measures import PRIMARY, drawings_by, image_tokens, measure_tokens
 from examples.emoji.study.starts import make_arm_model, make_start, write_rows
 from examples.steps import ROOT
@@ -63,7 +64,7 @@ def mean_cosine(tokens: torch.Tensor, others: torch.Tensor) -> float:
     return nn.functional.cosine_similarity(tokens, others, dim=-1).mean().item()
 
 
-def check_arms(seed: int) -> list[Record]:
+def check_arms(seed: int) -> list[dict[str, Any]]:
     """The rows of the table: measures of each arm's model, once made by the study and once by the command."""
     start = WORK / f"check-{seed}" / "start"
     if not start.exists():

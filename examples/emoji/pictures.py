@@ -114,7 +114,9 @@ class Drawing:
 
     icon_set: str
     name: str
+    """The name of the thing, such as "cat face"."""
     group: str
+    """One of the values of `GROUPS`."""
     body: str
     """The content of the SVG element."""
     size: int
@@ -164,7 +166,7 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
         icon_sets[icon_set] = read_icons(files["icons.json"])
         info = files["info.json"]
         credits[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
-        if icon_set == "noto":  # its names are taken, and the other sets' icons are found by them
+        if icon_set == "noto":  # the names of its icons are used for all sets
             names_by_group = files["metadata.json"]["categories"]
 
     drawings = []
@@ -217,7 +219,7 @@ def read_icons(package: dict[str, Any]) -> IconSet:
 
 
 def plain_name(name: str) -> str:
-    """A thing's name without hyphens and without a final number, which is the same in all sets.
+    """A thing's name without hyphens and without a final digit, which is the same in all sets.
 
     For example, `baby-chick` and `baby-chick-2` both become `babychick`. fxemoji writes names without hyphens, and
     streamline-emojis numbers the icons of a thing that it draws twice.
@@ -284,7 +286,8 @@ def make_conversation(record: Record, names: list[str], rng: random.Random) -> T
         if rng.random() < 0.5:
             about_thing = (ASK_WHETHER_THERE.format(record["name"]), "yes")
         else:
-            about_thing = (ASK_WHETHER_THERE.format(choose_other_name(record, names, rng)), "no")
+            other_name = choose_other_name(record, names, rng)
+            about_thing = (ASK_WHETHER_THERE.format(other_name), "no")
         about_group = (ASK_GROUP, record["group"])
         second_question = rng.choice([about_group, about_thing])
         position = rng.randrange(2)  # before or after the question for the name

@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds = flops / (options.devices * options.tflops * 1e12)
 
     logger.info(
-        "assumed: %s rows of %d tokens, %d supervised, tiles of its picture: %d; %g TFLOP/s a device (an H100's peak is "
-        "989), training alone",
+        "assumed: %s rows of %d tokens, %d supervised, tiles of its picture: %d; %g TFLOP/s a device (an H100's peak "
+        "is 989), training alone",
         f"{num_rows:,.0f}",
         options.tokens,
         options.supervised,

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     rows = json.loads((args.data_dir / "text.json").read_text(encoding="utf-8"))
 
-    # Both models train at the same time, in a process with one thread each. With two threads they wouldn't be faster.
+    # The models train at the same time, each in a process with one thread. With two threads they wouldn't be faster.
     pool = ProcessPoolExecutor(
         max_workers=2,
         mp_context=multiprocessing.get_context("spawn"),

@@ -119,7 +119,8 @@ def load_scene_questions(data_dir: Path, split: str = "test") -> list[SceneQuest
 def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[str, Shares], list[str]]:
     """Ask the trained model all questions, once about pictures and once about descriptions.
 
-    To compare, the language model as it was before composing is asked about descriptions too.
+    The language model as it was before composing is asked about descriptions too. Its share is a ceiling: from a
+    description, the right answer can be read without seeing.
 
     Returns:
         The shares of right answers: for each row of the printed table, guessing included.
@@ -198,12 +199,12 @@ def draw_examples(questions: list[SceneQuestion], answers: list[str], path: Path
     Seven are the pictures of the first seven scenes, with their first questions. The last one shows the first question
     that the model answered wrongly. If there is none, it is the picture of the eighth scene.
     """
-    wrong = [number for number, question in enumerate(questions) if answers[number] != question.answer]
+    wrong_numbers = [number for number, question in enumerate(questions) if answers[number] != question.answer]
     # The questions of a scene follow each other.
     first_of_scene = [QUESTIONS_PER_TEST_SCENE * scene for scene in range(8)]
     chosen = first_of_scene[:7]
-    if wrong:
-        chosen.append(wrong[0])
+    if wrong_numbers:
+        chosen.append(wrong_numbers[0])
     else:
         chosen.append(first_of_scene[7])
 
@@ -214,7 +215,7 @@ def draw_examples(questions: list[SceneQuestion], answers: list[str], path: Path
         question = questions[number]
         images.append(Image.open(question.image))
         titles.append(f"{question.question}\n{answers[number]}")
-        mistakes.append(f"right: {question.answer}" if number in wrong else "")
+        mistakes.append(f"right: {question.answer}" if number in wrong_numbers else "")
     draw_answers(images, titles, mistakes, path)
 
 
@@ -251,8 +252,9 @@ def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
         model, processor = load_model(str(run_dir / folder))
         if label == WITHOUT_NORM:
             model.model.multi_modal_projector.norm = torch.nn.Identity()
-        report = measure(model, processor, probe, label, num_samples=PROBE_SIZE, layers=[]).report
-        (model_report,) = report.models
+        # `layers=[]` leaves out the measures of attention and keys, which the tables don't show.
+        measured = measure(model, processor, probe, label, num_samples=PROBE_SIZE, layers=[])
+        (model_report,) = measured.report.models
         summaries[label] = model_report.summary
     return summaries
 

@@ -53,6 +53,7 @@ FIGURE_ARTIST = "twemoji"
 OWN_DRAWING = "the drawing"
 OTHER_DRAWING = "another drawing"
 BLANK = "a blank"
+Result = dict[str, Any]  # a share of right answers, as `score` returns it
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
 
-    results = []
+    results: list[Result] = []
     for artist in HELD_OUT:
         drawings = [record for record in records if record["set"] == artist]
-        artist_results, free_answers = ask_about(model, processor, drawings, names)
+        artist_results, free_answers = ask_about_drawings(model, processor, drawings, names)
         results += artist_results
         if artist == FIGURE_ARTIST:
             draw_examples(drawings, free_answers, folder / "answers.png")
@@ -86,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     record_results(folder, results)
 
 
-def record_results(folder: Path, results: Sequence[Record]) -> None:
-    """Write the results on the artists' own drawings into the model's evaluation.json."""
+def record_results(folder: Path, results: Sequence[Result]) -> None:
+    """Write the results for which the model saw the drawing itself into the model's evaluation.json."""
     rows = []
     for result in results:
         if result["seen"] == OWN_DRAWING:
@@ -124,12 +125,16 @@ def open_picture(record: Record) -> Image.Image:
 # The model
 
 
-def ask_about(model: Any, processor: Any, records: list[Record], names: list[str]) -> tuple[list[Record], list[str]]:
-    """Ask all questions about one artist's drawings.
+def ask_about_drawings(
+    model: Any, processor: Any, records: list[Record], names: list[str]
+) -> tuple[list[Result], list[str]]:
+    """Ask about each drawing of an artist what it is, what group it belongs to, and whether it shows a certain thing.
+
+    What it is, the model says in two ways: by the likeliest of all names, and by a free answer.
 
     Returns:
         The results.
-        The model's own words for the name of each drawing.
+        The free answer for each drawing.
     """
     rng = random.Random(0)
     other_numbers = choose_others(len(records), rng)
@@ -167,7 +172,7 @@ def choose_others(num_drawings: int, rng: random.Random) -> list[int]:
 
 def score_with_guesses(
     artist: str, question: str, answers: Sequence[str], right: Sequence[str], other_numbers: Sequence[int]
-) -> list[Record]:
+) -> list[Result]:
     """Score the answers to a question, and two kinds of guesses to compare: answers to other drawings and to a blank.
 
     Args:
@@ -211,7 +216,7 @@ def ask_whether_there(
     images: Sequence[Image.Image],
     names: Sequence[str],
     rng: random.Random,
-) -> Record:
+) -> Result:
     """Ask about each drawing whether it shows a certain thing. For every second drawing, the right answer is yes."""
     prompts = []
     right = []
@@ -227,7 +232,7 @@ def ask_whether_there(
     return score(records[0]["set"], "is it there? (for half)", OWN_DRAWING, answers, right)
 
 
-def score(artist: str, question: str, seen: str, answers: Sequence[str], right: Sequence[str]) -> Record:
+def score(artist: str, question: str, seen: str, answers: Sequence[str], right: Sequence[str]) -> Result:
     """A result: the share of right answers, with Wilson's 95% interval over drawings."""
     hits = [answer == right_answer for answer, right_answer in zip(answers, right, strict=True)]
     interval = binomtest(sum(hits), len(hits)).proportion_ci(method="wilson")
@@ -245,7 +250,7 @@ def score(artist: str, question: str, seen: str, answers: Sequence[str], right: 
 # The vision encoder alone
 
 
-def probe_encoder(records: list[Record]) -> list[Record]:
+def probe_encoder(records: list[Record]) -> list[Result]:
     """The results of linear probes, which predict the name from features of the pretrained encoder.
 
     The probes are fitted to the drawings that the model is trained on, and tested on those of the held-out artists.
@@ -321,7 +326,7 @@ def perplexity(model: Any, tokenizer: Any) -> float:
     return float(np.exp(np.mean(losses)))
 
 
-def render(results: list[Record]) -> str:
+def render(results: list[Result]) -> str:
     """The printed table: percentages of right answers, with 95% intervals over drawings.
 
     It has a row for each question and each thing seen, and a column for each artist.

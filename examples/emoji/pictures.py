@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the picture of every drawing, and all files."""
+    """Write the picture of every drawing, and the files of rows."""
     parse(build_parser(), argv)
     drawings, credits = read_drawings(RUN / "downloads")
     folder = RUN / "pictures"
@@ -92,8 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     write_rows(folder / "pictures.json", records)
     for held_out in HELD_OUT:
-        write_rows(folder / f"{held_out}.json", [row for row in naming_rows if row["set"] == held_out])
-    write_rows(folder / "captions.json", [row for row in naming_rows if row["set"] not in HELD_OUT])
+        held_out_rows = [row for row in naming_rows if row["set"] == held_out]
+        write_rows(folder / f"{held_out}.json", held_out_rows)
+    training_captions = [row for row in naming_rows if row["set"] not in HELD_OUT]
+    write_rows(folder / "captions.json", training_captions)
     write_rows(folder / "train.json", picture_rows + text_rows)
 
 
@@ -112,7 +114,9 @@ class Drawing:
 
     icon_set: str
     name: str
+    """The name of the thing, such as "cat face"."""
     group: str
+    """One of the values of `GROUPS`."""
     body: str
     """The content of the SVG element."""
     size: int
@@ -162,7 +166,7 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
         icon_sets[icon_set] = read_icons(files["icons.json"])
         info = files["info.json"]
         credits[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
-        if icon_set == "noto":  # its names are taken, and the other sets' icons are found by them
+        if icon_set == "noto":  # the names of its icons are used for all sets
             names_by_group = files["metadata.json"]["categories"]
 
     drawings = []
@@ -215,7 +219,7 @@ def read_icons(package: dict[str, Any]) -> IconSet:
 
 
 def plain_name(name: str) -> str:
-    """A thing's name without hyphens and without a final number, which is the same in all sets.
+    """A thing's name without hyphens and without a final digit, which is the same in all sets.
 
     For example, `baby-chick` and `baby-chick-2` both become `babychick`. fxemoji writes names without hyphens, and
     streamline-emojis numbers the icons of a thing that it draws twice.
@@ -282,7 +286,8 @@ def make_conversation(record: Record, names: list[str], rng: random.Random) -> T
         if rng.random() < 0.5:
             about_thing = (ASK_WHETHER_THERE.format(record["name"]), "yes")
         else:
-            about_thing = (ASK_WHETHER_THERE.format(choose_other_name(record, names, rng)), "no")
+            other_name = choose_other_name(record, names, rng)
+            about_thing = (ASK_WHETHER_THERE.format(other_name), "no")
         about_group = (ASK_GROUP, record["group"])
         second_question = rng.choice([about_group, about_thing])
         position = rng.randrange(2)  # before or after the question for the name

@@ -184,9 +184,10 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     cosine_before = expected_cosine(cosine, theta_before, theta_text=theta_after)
     cosine_after = expected_cosine(cosine, theta_after, theta_text=theta_after)
     retention_falls = cosine_after < cosine_before
-    low, high = attraction_window(cosine, theta_after, theta_before, theta_after)
+    low, high = attraction_window(cosine, theta_text=theta_after, theta_before=theta_before, theta_after=theta_after)
 
-    # Here the update may also point backwards. If it turns a token by more than 90 degrees, the tangent is negative.
+    # The image token is the longer of the two. Here the update may also point backwards. If it turns a token by more
+    # than 90 degrees, the tangent is negative.
     any_angle = uniform(0.001, math.pi - 0.001)
     theta_of_longer = turning_angle(image_norm, update_norm, any_angle)
     theta_of_shorter = turning_angle(text_norm, update_norm, any_angle)

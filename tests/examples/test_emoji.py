@@ -11,7 +11,7 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from examples.emoji import parts, pictures
+from examples.emoji import evaluate, parts, pictures
 
 
 def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
@@ -135,3 +135,21 @@ def test_no_artist_who_is_held_out_is_trained_on(tmp_path: Path, monkeypatch: py
         rows = json.loads((tmp_path / "pictures" / f"{file}.json").read_text(encoding="utf-8"))
         assert rows
         assert all(row["image"].startswith(f"{icon_set}/") for row in rows)
+
+
+def test_answers_are_scored_beside_guesses() -> None:
+    right = ["ant", "bee", "cat"]
+    answers = ["ant", "bee", "dog"]
+    answer_to_blank = "cat"
+    # The first drawing gets the second drawing's answer as a guess, and so on: "bee", "dog", "ant". All are wrong.
+    other_numbers = [1, 2, 0]
+    own, other, blank = evaluate.score_with_guesses(
+        "twemoji", "name", [*answers, answer_to_blank], right, other_numbers
+    )
+    assert own["seen"] == "the drawing"
+    assert own["share"] == pytest.approx(2 / 3)
+    assert other["seen"] == "another drawing"
+    assert other["share"] == 0
+    assert blank["seen"] == "a blank"
+    assert blank["share"] == pytest.approx(1 / 3)  # "cat" is right for one drawing
+    assert blank["answer"] == "cat"

@@ -1,4 +1,4 @@
-"""The notebooks run with other models and pictures than their own."""
+"""Runs the notebooks with other models and pictures than their own."""
 
 import json
 import os
@@ -21,20 +21,21 @@ COMPOSE_AND_TRAIN = EXAMPLES / "compose_and_train.ipynb"
 
 
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The notebook's cells with code, in their order."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def set_parameters(notebook: nbformat.NotebookNode, **values: object) -> None:
-    """Replace the values of the notebook's parameters, which its first cell sets."""
+def set_parameters(notebook: nbformat.NotebookNode, **parameters: object) -> None:
+    """Give all parameters of the notebook, which its first code cell sets, these values."""
     first_cell = code_cells(notebook)[0]
-    # An assignment is `NAME = value` or `NAME: type = value`.
+    # The name at the beginning of each assignment: `NAME = value` or `NAME: type = value`.
     names = re.findall(r"^(\w+)[^=\n]*=", first_cell.source, re.MULTILINE)
-    assert names == list(values)
-    first_cell.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    assert names == list(parameters)
+    first_cell.source = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a notebook in a folder. Returns its cells' outputs as JSON."""
+    """Run a notebook in a folder, and return the outputs of its cells as JSON."""
     for cell in code_cells(notebook):
         cell.outputs = []
     python_path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
@@ -45,11 +46,12 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_notebook_measures_models(
+def test_diagnose_measures_models(
     composed: Callable[..., Path], picture: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(4):
+    for number in range(4):  # four different pictures
         picture.rotate(90 * number).save(tmp_path / f"{number}.png")
+
     notebook = nbformat.read(DIAGNOSE, as_version=4)
     models = {"with": str(composed()), "without": str(composed(projector_norm="none"))}
     set_parameters(notebook, MODELS=models, DATA=str(tmp_path))
@@ -60,17 +62,17 @@ def test_the_notebook_measures_models(
 
     outputs = execute(notebook, tmp_path, monkeypatch)
     assert "image tokens enter the decoder" in outputs
-    assert outputs.count("image/png") == 2
+    assert outputs.count("image/png") == 2  # the figures "overview" and "layers"
     assert (tmp_path / "report" / "report.html").exists()
 
 
 @pytest.mark.slow
-def test_the_notebook_composes_and_trains(
+def test_compose_and_train_trains_both_stages(
     backbones: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The notebook is given random backbones, so that it doesn't train any, and trains two steps in each stage."""
-    for name, family in (("vision", "siglip"), ("text", "qwen2")):
-        shutil.copytree(backbones(family), tmp_path / "digits" / name)
+    # The notebook trains no backbones if there are some in its folder. Here they have random weights.
+    shutil.copytree(backbones("siglip"), tmp_path / "digits" / "vision")
+    shutil.copytree(backbones("qwen2"), tmp_path / "digits" / "text")
     notebook = nbformat.read(COMPOSE_AND_TRAIN, as_version=4)
     output = tmp_path / "output"
     options = ["--max_steps", "2", "--logging_steps", "1"]
@@ -80,27 +82,29 @@ def test_the_notebook_composes_and_trains(
     assert "image tokens before the norm" in outputs
     assert "stage: align" in outputs
     assert "stage: instruct" in outputs
-    assert outputs.count("image/png") == 3
+    assert outputs.count("image/png") == 3  # curves of the training, pictures with answers, and norms by layer
     for name in ("without the norm", "composed", "trained"):
-        assert f">{name}</td>" in outputs
+        assert f">{name}</td>" in outputs  # a row of the table of norm ratios
 
     for stage in ("stage1", "stage2"):
         lines = (output / stage / "metrics.jsonl").read_text().splitlines()
-        *step_metrics, summary = [json.loads(line) for line in lines]
-        assert len(step_metrics) == 2
-        assert all("norm/ratio" in metrics for metrics in step_metrics)
-        assert "norm/ratio" not in summary
+        *step_lines, summary_line = lines
+        assert len(step_lines) == 2
+        assert all("norm/ratio" in json.loads(line) for line in step_lines)
+        assert "norm/ratio" not in json.loads(summary_line)
 
-    # Training has changed all parts of the model.
+    # Training has changed all parts of the model. The part is the second word of a weight's name, as in
+    # "model.vision_tower.embeddings.patch_embedding.weight".
     before = NormLlavaForConditionalGeneration.from_pretrained(output / "composed").state_dict()
     after = NormLlavaForConditionalGeneration.from_pretrained(output / "stage2").state_dict()
-    changed_parts = {name.split(".")[1] for name in before if not before[name].equal(after[name])}
-    assert {"vision_tower", "multi_modal_projector", "language_model"} <= changed_parts
+    changed_names = [name for name in before if not before[name].equal(after[name])]
+    changed_parts = {name.split(".")[1] for name in changed_names}
+    assert changed_parts.issuperset({"vision_tower", "multi_modal_projector", "language_model"})
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.ipynb")), ids=lambda path: path.stem)
 def test_the_notebook_names_no_machine(path: Path) -> None:
-    """The notebook's outputs are kept in the repository, but not folders of the machine that it was run on."""
+    """The repository has the notebooks with their outputs, which must not name folders of the machine they ran on."""
     notebook = nbformat.read(path, as_version=4)
     assert any(cell.outputs for cell in code_cells(notebook))
     text = path.read_text(encoding="utf-8")

@@ -249,7 +249,7 @@ def test_a_packed_row_without_pictures_leaves_room_for_the_blank_picture(
     sizes = Dataset.from_dict({"length": lengths, "num_tiles": [0] * 6})
     # Two samples fit into a packed row, but not with the four tokens of the blank picture.
     packed_length = lengths[0] + lengths[1] + 2
-    blank = tokenize.tokens_per_image
+    blank = tokenize.tokens_per_tile
     assert blank == 4
 
     accumulation_steps = plan_packing(

@@ -146,15 +146,15 @@ class Runner:
                 for future in as_completed(futures):
                     future.result()  # raises the cell's error if it failed
             finally:
-                pool.shutdown(cancel_futures=True)
+                pool.shutdown(cancel_futures=True)  # waits for the running cells
 
     def _run_cell(self, cell: Cell) -> None:
         """Run a cell, add its record to the file of records, and print the study's progress."""
-        start = self._make_start(cell.seed)
+        shared_start = self._make_start(cell.seed)
         arm_number = cell.block.arms.index(cell.arm)
         folder = WORK / f"block{cell.block.number}-arm{arm_number}-seed{cell.seed}"
         block_arm_and_seed = (str(cell.block.number), cell.arm.name, str(cell.seed))
-        self._run_module("examples.emoji.study.run", *block_arm_and_seed, str(start), str(folder), self._commit)
+        self._run_module("examples.emoji.study.run", *block_arm_and_seed, str(shared_start), str(folder), self._commit)
 
         record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         with self._records_lock:
@@ -173,12 +173,12 @@ class Runner:
             The folder of the shared start.
         """
         folder = WORK / f"seed{seed}"
-        start = folder / "start"
+        shared_start = folder / "start"
         with self._start_locks[seed]:
             claim_folder(folder, self._commit)  # empties the folder of another commit or processor
-            if not start.exists():
-                self._run_module("examples.emoji.study.starts", str(seed), str(start))
-        return start
+            if not shared_start.exists():
+                self._run_module("examples.emoji.study.starts", str(seed), str(shared_start))
+        return shared_start
 
     def _run_module(self, module: str, *arguments: str) -> None:
         """Run a module of the study in a process of its own."""

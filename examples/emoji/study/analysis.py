@@ -101,17 +101,16 @@ class ArmModel:
 
         # The first coefficients are the arms' means. The others are the processors' offsets.
         design = np.concatenate([arm_columns, processor_columns], axis=1)
-        self._coefficients, residual = self._fit(design, y)
-        self.degrees = len(y) - design.shape[1]
-        self.variance = residual / self.degrees
-        # The covariance of the coefficients is this matrix times `variance`.
-        self._covariance = np.linalg.inv(design.T @ design)
+        self._coefficients, squares = self._fit(design, y)
+        self._degrees_of_freedom = len(y) - design.shape[1]
+        self._variance = squares / self._degrees_of_freedom
+        self._covariance = self._variance * np.linalg.inv(design.T @ design)  # of the coefficients
 
-        # For the F test: how much worse a model fits in which all arms have the same mean.
+        # For the F test: how much worse the fit is if all arms have the same mean.
         one_mean = np.ones((len(y), 1))
         design_with_one_mean = np.concatenate([one_mean, processor_columns], axis=1)
-        _, residual_with_one_mean = self._fit(design_with_one_mean, y)
-        self._variance_between_arms = (residual_with_one_mean - residual) / (len(self.arms) - 1)
+        _, squares_with_one_mean = self._fit(design_with_one_mean, y)
+        self._variance_between_arms = (squares_with_one_mean - squares) / (len(self.arms) - 1)
 
     @staticmethod
     def _processor_columns(processors: Sequence[str]) -> np.ndarray:
@@ -138,8 +137,8 @@ class ArmModel:
 
     def f_test(self) -> float:
         """The p of the hypothesis that all arms have the same mean."""
-        ratio = self._variance_between_arms / self.variance
-        return float(stats.f.sf(ratio, len(self.arms) - 1, self.degrees))
+        ratio = self._variance_between_arms / self._variance
+        return float(stats.f.sf(ratio, len(self.arms) - 1, self._degrees_of_freedom))
 
     def _estimate(self, weights: Mapping[str, float]) -> tuple[float, float]:
         """A weighted sum of the arms' means, and its standard error. `weights` has a weight for each arm's name."""
@@ -147,14 +146,14 @@ class ArmModel:
         for arm, weight in weights.items():
             contrast[self.arms.index(arm)] = weight
         estimate = contrast @ self._coefficients
-        variance = self.variance * contrast @ self._covariance @ contrast
+        variance = contrast @ self._covariance @ contrast
         return float(estimate), float(variance**0.5)
 
     def difference(self, weights: Mapping[str, float]) -> Difference:
         """A weighted sum of the arms' means, tested against 0. The weights must sum to 0, such as 1 and -1."""
         estimate, error = self._estimate(weights)
-        reach = stats.t.ppf(0.975, self.degrees) * error
-        p = 2 * stats.t.sf(abs(estimate) / error, self.degrees)
+        reach = stats.t.ppf(0.975, self._degrees_of_freedom) * error
+        p = 2 * stats.t.sf(abs(estimate) / error, self._degrees_of_freedom)
         return Difference(estimate, estimate - reach, estimate + reach, float(p))
 
     def pair(self, arm: str, other: str, level: float) -> Pair:
@@ -168,7 +167,7 @@ class ArmModel:
         weights = {arm: 1.0, other: -1.0}
         estimate, error = self._estimate(weights)
         # Tukey's distribution is in units of one mean's standard error. A difference's error is √2 times as large.
-        tukey = stats.studentized_range(len(self.arms), self.degrees)
+        tukey = stats.studentized_range(len(self.arms), self._degrees_of_freedom)
         reach = tukey.ppf(1 - level) / 2**0.5 * error
         p = tukey.sf(2**0.5 * abs(estimate) / error)
         return Pair(

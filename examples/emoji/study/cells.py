@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 
-# A run's record, one line of records.jsonl.
+# The record of a run: one line of records.jsonl.
 Record = dict[str, Any]
 # Learning rate of the projector. In an arm with a `rate_power`, the projector's second layer has another rate.
 PROJECTOR_RATE = 2e-4
@@ -30,7 +30,7 @@ class Projector(StrEnum):
     SCALED = "scaled"
     """Take the shared projector as it is. Image tokens enter the decoder at T."""
     NORM = "norm"
-    """Undo the scaling, and add a LayerNorm with GWC behind the projector. Image tokens enter the decoder at T."""
+    """Undo the scaling, and add the paper's LayerNorm behind the projector. Image tokens enter the decoder at T."""
 
 
 @dataclass(frozen=True)

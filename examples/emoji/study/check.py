@@ -14,6 +14,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -22,7 +23,7 @@ from transformers import AutoProcessor
 
 from common.console import command, parse
 from examples.emoji.parts import RUN
-from examples.emoji.study.cells import BLOCK_2, Projector, Record
+from examples.emoji.study.cells import BLOCK_2, Projector
 from examples.emoji.study.measures import PRIMARY, drawings_by, image_tokens, measure_tokens
 from examples.emoji.study.starts import make_arm_model, make_start, write_rows
 from examples.steps import ROOT
@@ -31,7 +32,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 logger = logging.getLogger(__name__)
 
-WORK = RUN / "study"
+WORK = RUN / "study"  # the folder of the study
 # The options of `training/compose.py` that make each arm's projector.
 OPTIONS = {
     Projector.PLAIN: ["--projector_norm=none"],
@@ -58,30 +59,32 @@ def compose_arm(projector: Projector, seed: int, folder: Path) -> None:
     subprocess.run([sys.executable, *compose], cwd=ROOT, check=True)
 
 
-def mean_cosine(tokens: torch.Tensor, others: torch.Tensor) -> float:
+def mean_cosine(tokens: torch.Tensor, other_tokens: torch.Tensor) -> float:
     """The mean cosine between the image tokens of two models, each `(num_drawings, num_patches, hidden_size)`."""
-    return nn.functional.cosine_similarity(tokens, others, dim=-1).mean().item()
+    return nn.functional.cosine_similarity(tokens, other_tokens, dim=-1).mean().item()
 
 
-def check_arms(seed: int) -> list[Record]:
+def check_arms(seed: int) -> list[dict[str, Any]]:
     """The rows of the table: measures of each arm's model, once made by the study and once by the command."""
-    start = WORK / f"check-{seed}" / "start"
-    if not start.exists():
-        make_start(seed, start)
+    folder = WORK / f"check-{seed}"
+    shared_start = folder / "start"
+    if not shared_start.exists():
+        make_start(seed, shared_start)
+
     drawings = []
     for artist in PRIMARY:
         drawings += drawings_by(artist)
-    shared_model = NormLlavaForConditionalGeneration.from_pretrained(start).eval()
-    shared_processor = AutoProcessor.from_pretrained(start)
+    shared_model = NormLlavaForConditionalGeneration.from_pretrained(shared_start).eval()
+    shared_processor = AutoProcessor.from_pretrained(shared_start)
     shared_tokens = image_tokens(shared_model, shared_processor, drawings)
 
     rows = []
     for arm in BLOCK_2.arms:
-        composed = WORK / f"check-{seed}" / arm.projector.value
+        composed = folder / arm.projector.value
         if not (composed / "processor_config.json").exists():
             compose_arm(arm.projector, seed, composed)
         model_by_command = NormLlavaForConditionalGeneration.from_pretrained(composed)
-        model_by_study, processor = make_arm_model(arm, start)
+        model_by_study, processor = make_arm_model(arm, shared_start)
 
         for made_by, model in (("study", model_by_study), ("command", model_by_command)):
             measured = measure_tokens(model.eval(), processor)

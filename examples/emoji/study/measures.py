@@ -12,7 +12,7 @@ from transformers import LlavaProcessor
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
 from examples.emoji.evaluate import name_pictures, open_picture, perplexity
 from examples.emoji.parts import RUN
-from examples.emoji.study.cells import Record
+from examples.emoji.pictures import Record
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.align import embed_captions
 
@@ -60,7 +60,7 @@ def is_right(given: str, record: Record) -> bool:
 
 def as_digits(hits: list[bool]) -> str:
     """One digit for each drawing: 1 where its name was right, otherwise 0."""
-    return "".join(str(int(hit)) for hit in hits)
+    return "".join("1" if hit else "0" for hit in hits)
 
 
 @torch.no_grad()
@@ -73,12 +73,12 @@ def image_tokens(
         images = [open_picture(record) for record in records[start : start + BATCH_SIZE]]
         inputs = processor.image_processor(images, return_tensors="pt").to(model.device, model.dtype)
         features = model.model.get_image_features(inputs["pixel_values"]).pooler_output
-        tokens.append(torch.stack(list(features)).float())
+        tokens.append(torch.stack(list(features)).float())  # `features` has a tensor for each picture
     return torch.cat(tokens)
 
 
 @torch.no_grad()
-def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> Record:
+def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
     """Measure the image tokens of the primary artists' drawings, without running the language model.
 
     Returns:
@@ -91,24 +91,24 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
         records += drawings_by(artist)
     names = all_names()
     tokens = image_tokens(model, processor, records)
-    target = text_norm_target(vocabulary_norms(model))
+    text_norm = text_norm_target(vocabulary_norms(model))
 
     # As in training/align.py, the mean of the vocabulary's embeddings is subtracted before directions are compared.
     name_directions, mean_direction = embed_captions(model, processor, names)
     token_directions = nn.functional.normalize(tokens, dim=-1) - mean_direction
     drawing_directions = nn.functional.normalize(token_directions.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]
     cosines = drawing_directions @ name_directions.T  # [num_drawings, num_names]
-    nearest = cosines.argmax(dim=-1)
+    nearest_names = [names[index] for index in cosines.argmax(dim=-1).tolist()]
 
-    hits = [is_right(names[index], record) for index, record in zip(nearest.tolist(), records, strict=True)]
+    hits = [is_right(name, record) for name, record in zip(nearest_names, records, strict=True)]
     return {
-        "norm": token_norms(tokens).mean().item() / target,
+        "norm": token_norms(tokens).mean().item() / text_norm,
         "names_by_tokens": 100 * sum(hits) / len(hits),
     }
 
 
 @torch.no_grad()
-def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> Record:
+def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
     """Measure the names that a model gives to drawings, and its perplexity.
 
     Returns:
@@ -140,7 +140,7 @@ def measure_gain(model: Any) -> float | None:
     return gain / gain_at_start
 
 
-def read_training(folder: Path, max_grad_norm: float = 1.0) -> Record:
+def read_training(folder: Path, max_grad_norm: float = 1.0) -> dict[str, Any]:
     """Read what the trainer logged.
 
     Args:

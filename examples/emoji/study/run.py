@@ -46,9 +46,9 @@ def processor_name() -> str:
 
     name = fields.get("model name", platform.machine())
     family = fields.get("cpu family")
-    model = fields.get("model")
+    number = fields.get("model")
     instructions = torch.backends.cpu.get_cpu_capability()  # such as "AVX512"
-    return f"{name} (family {family} model {model}), {instructions}"
+    return f"{name} (family {family} model {number}), {instructions}"
 
 
 def claim_folder(folder: Path, commit: str) -> None:
@@ -66,7 +66,10 @@ def claim_folder(folder: Path, commit: str) -> None:
 
 
 def second_layer_rate(arm: Arm, k: float) -> float:
-    """The learning rate of the projector's second layer. `k` is the number that `read_norm_ratio` returns."""
+    """The learning rate of the projector's second layer.
+
+    `k` is the norm of image tokens before the projector was scaled, divided by the norm of text embeddings.
+    """
     return PROJECTOR_RATE * k**arm.rate_power
 
 
@@ -92,35 +95,37 @@ def train_model(cell: Cell, untrained: Path, trained: Path, rate: float) -> None
         "bf16": "false",
         "resume_from_checkpoint": "true",
     }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    subprocess.run([sys.executable, "-m", "examples.emoji.study.train", str(rate), *arguments], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "examples.emoji.study.train", str(rate)]
+    for name, value in options.items():
+        command.append(f"--{name}={value}")
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
-def run_cell(cell: Cell, start: Path, folder: Path, commit: str) -> Record:
+def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Record:
     """Make, train and measure the model of a run.
 
     Args:
         cell: The run.
-        start: Folder of the seed's shared start.
+        shared_start: Folder of the seed's shared start.
         folder: Folder of the run, in which the trained model stays.
         commit: Commit of this code.
 
     Returns:
         The run's record.
     """
-    started = time.monotonic()
+    time_at_begin = time.monotonic()
     claim_folder(folder, commit)
     untrained = folder / "begun"
     trained = folder / "trained"
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    model, llava_processor = make_arm_model(cell.arm, start)
+    model, llava_processor = make_arm_model(cell.arm, shared_start)
     model.save_pretrained(untrained)
     llava_processor.save_pretrained(untrained)
     measures_at_start = measure_tokens(model.to(device).eval(), llava_processor)
     del model  # frees memory for training, which runs in another process
 
-    k = read_norm_ratio(start)
+    k = read_norm_ratio(shared_start)
     rate = second_layer_rate(cell.arm, k)
     train_model(cell, untrained, trained, rate)
     shutil.rmtree(untrained)
@@ -141,10 +146,10 @@ def run_cell(cell: Cell, start: Path, folder: Path, commit: str) -> Record:
         "start": measures_at_start,
         "end": measure_tokens(model, llava_processor),
         "gain": measure_gain(model),
-        **read_training(trained),
-        **measure_model(model, llava_processor),
+        **read_training(trained),  # `losses` and `clipped`
+        **measure_model(model, llava_processor),  # `hits` and `perplexity`
         # If the run was stopped and resumed, these are the minutes since it was resumed.
-        "minutes": (time.monotonic() - started) / 60,
+        "minutes": (time.monotonic() - time_at_begin) / 60,
     }
 
 
@@ -160,7 +165,7 @@ def find_cell(block_number: int, arm_name: str, seed: int) -> Cell:
     return Cell(block, arms[arm_name], seed)
 
 
-def main(block_number: str, arm_name: str, seed: str, start: str, folder: str, commit: str) -> None:
+def main(block_number: str, arm_name: str, seed: str, shared_start: str, folder: str, commit: str) -> None:
     """Do a run, and write `record.json` into its folder. The arguments are those of the command line.
 
     Raises:
@@ -173,7 +178,7 @@ def main(block_number: str, arm_name: str, seed: str, start: str, folder: str, c
     # Otherwise convolutions on a GPU would round float32 to TF32.
     torch.backends.cudnn.allow_tf32 = False
     cell = find_cell(int(block_number), arm_name, int(seed))
-    record = run_cell(cell, Path(start), Path(folder), commit)
+    record = run_cell(cell, Path(shared_start), Path(folder), commit)
     Path(folder, "record.json").write_text(json.dumps(record), encoding="utf-8")
 
 

@@ -2,9 +2,9 @@
 
     python -m examples.emoji.study.starts SEED FOLDER
 
-The command makes a shared start. This is a composed model whose projector is scaled, so that image tokens have T, the
-mean norm of text embeddings, and then aligned with captions. All arms of a seed start from it, and so differ only in
-what the arm changes.
+The command makes the shared start of a seed. This is a composed model whose projector has been scaled, so that image
+tokens enter the decoder with the norm T, the mean norm of text embeddings, and then aligned with captions. All arms of
+the seed start from this model, and so differ only in what each arm changes.
 """
 
 import json
@@ -55,14 +55,15 @@ def make_start(seed: int, folder: Path) -> None:
     `training/compose.py --projector_norm none --scale_projector --captions` does the same. Here the folder also gets
     `START_FILE` with the number `k` of `read_norm_ratio`.
     """
-    parts: dict[str, Any] = {
+    # The model is composed twice from the same random numbers: once to measure k, and once with the scaled projector.
+    arguments: dict[str, Any] = {
         "vision_model_path": str(RUN / "vision"),
         "text_model_path": str(RUN / "text"),
         "projector_norm": "none",
         "vision_feature_layer": -1,
         "seed": seed,
     }
-    unscaled_model, processor = compose(**parts)
+    unscaled_model, processor = compose(**arguments)
     norms = interface_norms(unscaled_model, processor)
     k = norms["projector_output"] / norms["text"]
     del unscaled_model
@@ -73,7 +74,7 @@ def make_start(seed: int, folder: Path) -> None:
     unfinished.mkdir(parents=True)
     captions_file = write_rows("captions.json", unfinished)
     captions: Any = load_rows(str(captions_file), str(RUN / "pictures"))
-    model, processor = compose(**parts, scale_projector=True)
+    model, processor = compose(**arguments, scale_projector=True)
     align(model, processor, captions, seed)
 
     model.save_pretrained(unfinished)

@@ -20,7 +20,7 @@ class RowScore(NamedTuple):
     Attributes:
         group: The row's category in MM-Star, whose score is the mean of the categories' means; empty in other tasks.
         row: Text that identifies the row. It is the same for every model.
-        score: 0 to 1; `None` if the log entry has an unknown form.
+        score: The score, 0 to 1; `None` if the log entry has an unknown form.
     """
 
     group: str
@@ -37,8 +37,8 @@ def read_row_scores(benchmark: Benchmark, score: float, samples: Sequence[dict[s
         samples: The entries of the harness's row logs.
 
     Returns:
-        The scores. `None` if the mean of the groups' means is not the reported score, if two entries are of the same
-        row, or if an entry has an unknown form.
+        The scores, 0 to 1. `None` if the mean of the groups' means is not the reported score, if two entries are of
+        the same row, or if an entry has an unknown form.
     """
     scored_samples = [sample for sample in samples if benchmark.metric in sample]
     rows = [read_row(benchmark, sample) for sample in scored_samples]
@@ -114,7 +114,7 @@ def exact_match(answer: Any, right_answer: Any) -> float | None:
 def mean_and_error(scores: pd.Series) -> tuple[float, float | None]:
     """The mean of the groups' means, and its standard error.
 
-    The error is `None` if a group has a single row, or if the rows within each group are all equal.
+    The error is `None` if a group has a single row, or if no two rows of the same group differ.
     """
     groups = scores.groupby("group").agg(["mean", "var", "size"])
     mean = float(groups["mean"].mean())

@@ -84,6 +84,7 @@ def render_difference(first: TaskResult | None, second: TaskResult | None) -> st
 
     num_groups = row_differences.index.get_level_values("group").nunique()
     degrees_of_freedom = len(row_differences) - num_groups
+    # `stdtrit` gives quantiles of Student's t-distribution.
     half_width = stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2) * error
     low = 100 * (mean - half_width)
     high = 100 * (mean + half_width)
@@ -92,7 +93,7 @@ def render_difference(first: TaskResult | None, second: TaskResult | None) -> st
 
 def mean_of_paper(results: Mapping[str, TaskResult]) -> str:
     """A model's mean over the paper's nine benchmarks, in percent; an empty text if a result is missing."""
-    scores = [results[benchmark.task].evaluation.value for benchmark in PAPER if benchmark.task in results]
-    if len(scores) < len(PAPER):
+    if any(benchmark.task not in results for benchmark in PAPER):
         return ""
+    scores = [results[benchmark.task].evaluation.value for benchmark in PAPER]
     return f"{100 * sum(scores) / len(scores):.1f}"

@@ -13,6 +13,7 @@ second time doesn't count, and neither does padding. They are the sum of two kin
 - Attention. For a sample of L tokens, a layer whose query has H numbers for each token (number of heads times head
   size) takes 2 L² H FLOPs forward in the decoder, which is causal, and 4 L² H in the encoder. If gradients pass, it
   takes three times as many.
+
 In the encoder, only the layers count whose output the model uses, for every patch and the CLS token. The language
 model's head counts for supervised tokens only.
 

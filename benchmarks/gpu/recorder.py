@@ -170,9 +170,9 @@ class StepRecorder(TrainerCallback):
                 continue
             # A pass has four marks, and so four intervals up to the first mark of the next pass. The first is its
             # forward time, and the third its backward time.
-            first = 4 * number
-            forward_seconds = intervals[first]
-            backward_seconds = intervals[first + 2]
+            first_interval = 4 * number
+            forward_seconds = intervals[first_interval]
+            backward_seconds = intervals[first_interval + 2]
             total += forward_seconds + backward_seconds
         return total
 

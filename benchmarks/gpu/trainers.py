@@ -193,7 +193,8 @@ def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
             from training.adapters import quantization_config
 
             quantize(model, quantization_config(dtype), args.device)
-        model.get_input_embeddings().padding_idx = None  # so that all embeddings are trained, as by our command
+        # As in training/loading.py: torch wouldn't train the embedding of `padding_idx`.
+        model.get_input_embeddings().padding_idx = None
         reset_peak_memory()
         return model
 

@@ -64,12 +64,13 @@ def count_by_torch(model: Any, length: int, num_supervised: int) -> int:
 
 
 def count_more_by_torch(model: Any, stage: Stage, length: int) -> int:
-    """How many more FLOPs torch counts than model FLOPs in such a step: torch counts what is computed."""
+    """How many more FLOPs torch counts in such a step than model FLOPs are: torch counts what is computed."""
     config = model.config
     text = config.text_config
     num_patches = config.image_seq_length
 
-    # Eager attention also computes what its mask hides: twice as much as causal attention needs.
+    # Eager attention also computes what its mask hides. This takes as much again as causal attention: 2 L² H FLOPs
+    # forward in each layer, and three times as many with the backward pass.
     more = text.num_hidden_layers * 6 * length**2 * text.hidden_size
 
     # The patch embedding isn't computed for the CLS token, and no gradient of the pixels is computed. So for each of
@@ -108,7 +109,7 @@ def test_model_flops_are_those_that_torch_counts(family: str, stage: Stage) -> N
 def test_an_encoder_layer_that_is_not_read_costs_nothing() -> None:
     work = Work(lengths=[12], num_images=2, num_supervised=3)
     reads_all = make_config_that_reads_all("no CLS token")
-    reads_all_but_one = large_config(tiny=True)
+    reads_all_but_one = large_config(tiny=True)  # its `vision_feature_layer` is -2
     flops_of_all = model_flops(make_trained_model(reads_all, Stage.ALIGN), work).whole
     flops_of_all_but_one = model_flops(make_trained_model(reads_all_but_one, Stage.ALIGN), work).whole
 

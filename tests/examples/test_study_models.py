@@ -154,7 +154,7 @@ def trained_one_step(composed: Callable[..., Path], tmp_path: Path) -> Path:
 
 def test_the_second_layer_learns_at_its_own_rate(composed: Callable[..., Path], trained_one_step: Path) -> None:
     """Adam's first step moves every weight by the learning rate, so the largest change shows that rate."""
-    before = weights(composed())
+    before = load_weights(composed())
     after = load_weights(trained_one_step)
     for layer, rate in (("linear_1", 1e-3), ("linear_2", 4e-3)):
         name = f"{PROJECTOR}.{layer}.weight"

@@ -340,7 +340,7 @@ def test_an_unknown_option_is_refused(recipe: Path) -> None:
 # All recipes. The file card.yaml, which each folder has beside them, describes a model card.
 RECIPES = [path for path in sorted((ROOT / "training" / "recipes").glob("*/*.yaml")) if path.name != "card.yaml"]
 # Folders whose recipes are not the paper's.
-SMALL_MODELS = ("digits", "SmolLM2-135M-Instruct")
+SMALL_MODELS = ("digits", "SmolLM2-135M-Instruct", "Qwen3-0.6B")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")

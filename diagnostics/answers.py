@@ -1,6 +1,6 @@
 """Asks a model for greedy answers to many questions, or for the likeliest of a list of answers to one question.
 
-For the second, the model reads the question once, and then scores each answer by its log-probability.
+To find the likeliest answer, the model reads the question once, and then scores answers by their log-probability.
 """
 
 import copy

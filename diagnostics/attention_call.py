@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-# Names of the submodule of an attention module that returns the keys as they are before rotation. Where keys have a
-# norm, it comes after `k_proj`, so the first name in this order that an attention module has is the right one.
+# Names of the submodule of an attention module that returns the keys as they are before rotation. An attention module
+# with a norm of its keys applies `k_proj` first and the norm after it, so the names of norms are looked up first.
 KEYS_MODULES = ("k_norm", "k_layernorm", "k_proj")
 
 
@@ -90,7 +90,7 @@ class AttentionCalls(ExitStack):
                 self.callback(handle.remove)
 
     def _see_keys(self, attention: nn.Module, keys_module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        self._projected_keys[attention] = output.detach()[0]  # without the axis of the batch, which has one sample
+        self._projected_keys[attention] = output.detach()[0]  # the batch has one sample
 
     def _replace_attention(self) -> None:
         """Let the name `"sdpa"` stand for `_attend` until the context is left."""

@@ -376,7 +376,7 @@ def relative_weights(word_map: AttentionMap) -> np.ndarray:
 def _draw_map(axes: Sequence[Axes], word_map: AttentionMap, scale: Normalize) -> None:
     """Draw each layer's attention over the picture in grey. The stronger attention is, the less transparent it is."""
     grey = word_map.picture.convert("L")
-    # Edges of the picture (left, right, bottom, top), so that the patches are stretched over all of it.
+    # Left, right, bottom and top edge of the picture in pixels, so that the patches are stretched over all of it.
     extent = (-0.5, grey.width - 0.5, grey.height - 0.5, -0.5)
 
     relative = relative_weights(word_map)

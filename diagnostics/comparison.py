@@ -180,7 +180,7 @@ def measure_models(
     sweep: bool = False,
     attention_word: str | None = None,
 ) -> Iterator[Comparison]:
-    """Measure models one after the other, and after each yield the comparison of the models so far.
+    """Measure models one after the other, and after each model yield the comparison of the models measured so far.
 
     Args:
         models: Name, model and processor of each model. This may be a generator that loads one model at a time: no

@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence between a layer's image and text tokens, and how large it is by chance.
+"""Jensen-Shannon divergence between a layer's image and text tokens, and how large the divergence is by chance.
 
 MaLoRA (arXiv 2510.26721) standardizes keys, reduces them by PCA, and measures their Jensen-Shannon divergence. We have
 read only its abstract, which leaves the details open. Here the divergence is in bits: 0 for equal distributions, 1 for

@@ -129,8 +129,8 @@ def find_mlp_norm(layer: nn.Module) -> nn.Module | None:
     """
     children = dict(layer.named_children())  # modules by name
 
-    # OLMo 2 has norm modules after attention and after the MLP, and none before the MLP. The one after attention is
-    # called `post_attention_layernorm` too, but its input is only the output of attention.
+    # OLMo 2 has a norm module after attention and another after the MLP, but none before the MLP. It also calls the
+    # module after attention `post_attention_layernorm`, but this module's input is only the output of attention.
     if "post_feedforward_layernorm" in children and "pre_feedforward_layernorm" not in children:
         return None
 

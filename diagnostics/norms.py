@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 
 
-# Number of token ids that are embedded at a time. A limit is needed because the vocabulary's embeddings take memory.
+# Number of token ids that are embedded at a time, so that the embeddings of a large vocabulary need little memory.
 CHUNK_SIZE = 8192
 
 

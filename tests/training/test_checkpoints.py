@@ -1,5 +1,6 @@
 """Checkpoints and runs that fail: what can be resumed, what is left behind, and that too large batches fail early."""
 
+import errno
 import json
 import multiprocessing
 import shutil
@@ -111,7 +112,7 @@ def test_a_refused_run_leaves_no_folder_behind(finished: dict[str, Any], tmp_pat
 def test_a_disk_without_locks_is_used_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fcntl.lockf", Mock(side_effect=OSError(38, "Function not implemented")))
+    monkeypatch.setattr("fcntl.lockf", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
     with checkpoints.lock_output_dir(tmp_path / "out"):
         assert (tmp_path / "out").is_dir()
     assert "can't be locked" in caplog.text
@@ -135,7 +136,7 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
 
     def publish_on_a_disk_that_fills_up(folder: Path, destination: Path) -> None:
         if destination in (out / "checkpoint-6", out):
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, "No space left on device")
         publish(folder, destination)
 
     with monkeypatch.context() as patched:
@@ -247,13 +248,13 @@ def test_the_rehearsal_leaves_no_trace(
     ("input_name", "max_elements"),
     [
         ("pixel_values", 2 * 3 * 28**2),  # two pictures
-        ("input_ids", 400),
+        ("input_ids", 400),  # only the batch with the long row has so many tokens
     ],
 )
 def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, input_name: str, max_elements: int
 ) -> None:
-    """A pass over a batch with `max_elements` or more of an input runs out of memory."""
+    """In this run, a pass over an input of `max_elements` or more runs out of memory."""
     data = Path(finished["dataset_name"])
     compute_loss = NormLlavaTrainer.compute_loss
 

@@ -190,7 +190,9 @@ def test_bad_rows_of_all_sources_are_listed(
         assert source.good_rows == 6
 
 
-def test_stage_align_needs_a_picture(composed: Callable[..., Path], tmp_path: Path, monkeypatch: Any) -> None:
+def test_stage_align_needs_a_picture(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns = [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]
     (tmp_path / "texts.json").write_text(json.dumps([{"conversations": turns}] * 4))
     fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "texts.json")}
@@ -200,7 +202,7 @@ def test_stage_align_needs_a_picture(composed: Callable[..., Path], tmp_path: Pa
 
 
 def test_a_row_longer_than_the_decoders_positions_is_bad(composed: Callable[..., Path], tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "Count."}, {"from": "gpt", "value": "one " * 200}]
+    turns = [{"from": "human", "value": "Count."}, {"from": "gpt", "value": "one " * 200}]  # each byte is a token
     (tmp_path / "long.json").write_text(json.dumps([{"conversations": turns}] * 4))
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "long.json")}
     with pytest.raises(ValueError, match="tokens, but the decoder has 512 positions; max_length can only lower that"):

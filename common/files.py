@@ -35,8 +35,8 @@ def folder_or_id(name: str) -> str:
     path = Path(name)
     num_parts = len(path.parts)
     # A Hub id is "name" or "owner/name". A name of more parts is a folder's, and so is "runs/name" if there is a
-    # folder "runs".
-    is_folder = num_parts > 2 or (num_parts == 2 and path.parent.is_dir())
+    # folder "runs". "./name" and "name/" can only be folders.
+    is_folder = num_parts > 2 or (num_parts == 2 and path.parent.is_dir()) or name != str(path)
     if is_folder and not path.exists():
         raise UserError(f"{name}: there is no such folder. It was not looked up on the Hub.")
     return name

@@ -12,14 +12,14 @@ from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_proje
 
 
 # Names that a decoder layer may give the norm module before its MLP. If a layer has modules of several of these names,
-# the last of them is the one before the MLP. A layer whose MLP has the same input as its attention has none.
+# the one that the layer defines last is the one before the MLP.
 MLP_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm")
 
 
 class InterfaceHooks(ExitStack):
     """Calls a function with the tensor at each place of the modality interface, until the context is left or closed.
 
-    The places, in the order of a forward pass:
+    The places, in the order in which the tensors are computed:
 
     - `"encoder_output"`: the vision encoder's last hidden states
     - `"projector_input"`: input of the projector
@@ -38,7 +38,8 @@ class InterfaceHooks(ExitStack):
             `"decoder"`, the first layer gets this tensor as its input, and so do hooks that are registered later.
 
     Attributes:
-        notes: What could not be hooked in this model, and what a tensor that replaces `"decoder"` does not change.
+        notes: Sentences for the report: which places this model doesn't have, and whether picture features reach the
+            decoder in other ways than by its first layer's input.
     """
 
     def __init__(self, model: PreTrainedModel, on_place: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
@@ -46,16 +47,22 @@ class InterfaceHooks(ExitStack):
         self.notes: list[str] = []
         self._on_place = on_place
 
-        self._watch_encoder(find_encoder(model))
-        self._watch_projector(find_projector(model))
-        self._watch_norm(find_projector_norm(model))
-        self._watch_first_layer(find_decoder(model).layers[0])
+        # All are looked for first: a model without a decoder ends here, before a hook is registered.
+        encoder = find_encoder(model)
+        projector = find_projector(model)
+        norm = find_projector_norm(model)
+        first_layer = find_decoder(model).layers[0]
+
+        self._watch_encoder(encoder)
+        self._watch_projector(projector)
+        self._watch_norm(norm)
+        self._watch_first_layer(first_layer)
 
         # Qwen3-VL's config has `deepstack_visual_indexes`.
         if "deepstack" in str(model.config.to_dict()):
             self.notes.append(
-                "deepstack: picture features also enter later layers, where changing the image tokens that enter the "
-                "first layer does not change them"
+                "deepstack: picture features also enter later layers. They stay as they are when the image tokens that "
+                "enter the first layer are changed"
             )
 
     def _watch_encoder(self, encoder: nn.Module | None) -> None:

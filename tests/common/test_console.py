@@ -86,6 +86,7 @@ def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch:
     in_an_existing_folder = "runs/none"
     too_long_for_a_hub_id = "checkpoints/none/stage1"
     both = "runs/none/stage1"
-    for name in (in_an_existing_folder, too_long_for_a_hub_id, both):
+    no_name_on_the_hub = "./none"
+    for name in (in_an_existing_folder, too_long_for_a_hub_id, both, no_name_on_the_hub):
         with pytest.raises(UserError, match=f"{name}: there is no such folder"):
             folder_or_id(name)

@@ -60,10 +60,10 @@ def test_a_saved_dataset_is_read_and_nothing_is_written_into_its_folder(tmp_path
 
     files_before = sorted(saved.iterdir())
     rows = load_rows(str(saved), str(tmp_path))
-    assert sorted(saved.iterdir()) == files_before  # a copy of the pictures could take 100 GB
     assert [len(row_images(row)) for row in rows] == [1, 0]
     (image,) = check_and_open(rows)
     assert image.getpixel((0, 0)) == COLOUR
+    assert sorted(saved.iterdir()) == files_before  # a copy of the pictures could take 100 GB
     assert not has_splits(str(saved))
 
 
@@ -74,7 +74,8 @@ def test_an_absolute_path_inside_a_relative_image_folder_is_read(
     write_json(tmp_path, [{"image": absolute_path, "images": None, "conversations": ABOUT_A_PICTURE}])
     monkeypatch.chdir(tmp_path)
     assert len(check_and_open(load_rows("data.json", image_folder="pictures"))) == 1
-    assert len(check_and_open(load_rows("data.json"))) == 1  # the image folder is the file's
+    # Without an image folder, paths are relative to the folder that holds data.json.
+    assert len(check_and_open(load_rows("data.json"))) == 1
 
 
 def write_dataset(folder: Path, kind: str, picture_name: str) -> Path:
@@ -192,10 +193,10 @@ def test_an_unreadable_file_is_named_with_the_cause(tmp_path: Path, content: byt
 @pytest.mark.parametrize("kind", ["json", "parquet", "stream"])
 def test_a_bug_of_ours_is_no_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A ValueError in our own code isn't reported as a fault of the rows."""
-    # No other test has this row. Otherwise it could come from the cache, without being read.
+    # No other test has these rows. Otherwise they could come from the cache, without being read.
     path = write_json(tmp_path, [{"conversations": turns("Is this row cached?", "No.")}])
     if kind != "json":
-        path = write_parquet(tmp_path / "stored", messages=[[{"role": "user", "content": "Hi."}]])
+        path = write_parquet(tmp_path / "stored", messages=[[{"role": "user", "content": "Is this message cached?"}]])
 
     def fail(fields: Row) -> Row:
         raise ValueError("too many values to unpack")

@@ -1,4 +1,4 @@
-"""Keys on a plane: of records whose keys are known."""
+"""Places of attention keys on a plane, for records whose keys the tests have made up."""
 
 import dataclasses
 
@@ -17,12 +17,12 @@ from families import build, inputs, record_sample
 LAYERS = (0, 5, 9, 20)
 PLACED_LAYERS = [0, 9, 20]
 NUM_PICTURES = 6
-NUM_TEXT_TOKENS = 12  # of a picture
+NUM_TEXT_TOKENS = 12  # of the question that is asked about each picture
 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """Records with random keys. In layer 0 all keys are alike; in the others those of image tokens lie apart."""
+    """Records with random keys. In layer 0 all keys are drawn alike, in the others those of image tokens lie apart."""
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
     is_image_token = record.tokens.visual
     all_positions = torch.arange(len(is_image_token))
@@ -30,6 +30,7 @@ def records() -> list[Record]:
 
     records = []
     for _ in range(NUM_PICTURES):
+        # [key heads, positions, head_dim]
         keys = {layer: torch.randn(2, len(is_image_token), 8, generator=generator) for layer in LAYERS}
         for layer in LAYERS[1:]:
             keys[layer][:, is_image_token] += 6
@@ -85,5 +86,5 @@ def test_the_figure_has_a_row_for_each_model(records: list[Record], rows: pd.Dat
 
 
 def test_without_a_measured_divergence_nothing_is_placed(records: list[Record], rows: pd.DataFrame) -> None:
-    without_divergence = rows[rows["measure"] == "keys.mmd"]
-    assert place_keys(records, without_divergence).empty
+    rows_of_other_measures = rows[rows["measure"] == "keys.mmd"]  # the layers are chosen by "keys.jsd"
+    assert place_keys(records, rows_of_other_measures).empty

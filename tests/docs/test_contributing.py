@@ -14,9 +14,19 @@ from fences import fences
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("modeling_normllava", "common", "conversations", "diagnostics", "training")
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-# The text of each section whose heading begins with "Add", by the heading. A section ends at the next heading, or at
-# the end of the page.
-SECTIONS = dict(re.findall(r"^## (Add .*?)$(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+
+
+def read_sections() -> dict[str, str]:
+    """The text of each section of the page whose heading begins with "Add", by the heading."""
+    sections = {}
+    for section in PAGE.split("\n## ")[1:]:  # what stands before the first heading is no section
+        heading, text = section.split("\n", maxsplit=1)
+        if heading.startswith("Add "):
+            sections[heading] = text
+    return sections
+
+
+SECTIONS = read_sections()
 
 
 def find_blocks(section: str, language: str) -> list[str]:
@@ -34,7 +44,7 @@ def extended_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / name, copy / name)
 
-    # Git must not take the copy for a part of a repository around it, whose paths it would apply the changes to.
+    # If the temporary folder is inside a repository, git must not look for the changed files in that repository.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent)}
     for section in SECTIONS:
         for diff in find_blocks(section, "diff"):
@@ -57,7 +67,7 @@ def test_each_addition_changes_two_files_at_most() -> None:
 def test_the_tests_on_the_page_pass(extended_source: Path) -> None:
     for number, section in enumerate(SECTIONS):
         (test_code,) = find_blocks(section, "python")
-        (extended_source / f"tests/test_{number}.py").write_text(test_code)
+        (extended_source / f"tests/test_{number}.py").write_text(test_code, encoding="utf-8")
 
     # With this path, the tests import the packages of the copy.
     environment = os.environ | {"PYTHONPATH": str(extended_source), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

@@ -25,7 +25,7 @@ from plants import (
 
 README = "README.md"
 MODELING = "modeling_normllava.py"
-# What the names of the tensors of the norm after the projector begin with.
+# The prefix of the names of the norm layer's tensors.
 NORM_PREFIX = "model.multi_modal_projector.norm"
 # The name of a tensor of the vision encoder.
 VISION_TENSOR = "model.vision_tower.encoder.layers.0.mlp.fc1.weight"
@@ -37,7 +37,7 @@ HOME = str(Path.home())
 
 
 def add_symlink(folder: Path) -> None:
-    """Add a link that has the name of a listed file."""
+    """Add a symbolic link whose name is that of a file that may be published."""
     (folder / "images" / "example9.png").symlink_to("/etc/passwd")
 
 
@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[FolderChange, str]] = {
     "a token": (append_text(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
     "a path in a config": (
         set_fields(CONFIG, note=f"{HOME}/run"),
-        f"config.json: holds a path of your home folder, {HOME}/",
+        rf"config.json: holds a path of your home folder, {re.escape(HOME)}/",
     ),
     "a pickle": (write_file("training_args.bin", b"x"), "training_args.bin: is not on the list"),
     "a symlink": (add_symlink, "images/example9.png: is a symlink"),
@@ -94,6 +94,7 @@ FAULTS: dict[str, tuple[FolderChange, str]] = {
         "config.json can't be read: .*projector_norm_eps",
     ),
     "another class file": (append_text(MODELING, "\n"), "modeling_normllava.py: is not this version's file"),
+    # `auto_map__AutoModel` is the field `AutoModel` inside of the field `auto_map`.
     "another repository's class": (
         set_fields(CONFIG, auto_map__AutoModel=OTHER_CODE),
         "config.json: its auto_map is not",
@@ -104,7 +105,7 @@ FAULTS: dict[str, tuple[FolderChange, str]] = {
     ),
     "another repository's code in the tokenizer's config": (
         set_fields("tokenizer_config.json", auto_map={"A": OTHER_CODE}),
-        'json: holds an "auto_map"',
+        'tokenizer_config.json: holds an "auto_map"',
     ),
 }
 

@@ -23,6 +23,7 @@ from script_runs import (
     load_weights,
     read_metrics,
     read_steps,
+    run,
 )
 
 
@@ -103,10 +104,10 @@ def test_two_processes_train_as_one_and_one_can_resume_their_run(
     composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     fields = {**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4, "global_batch_size": 10}
-    fields |= {"model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 2}
+    fields |= {"model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 2, "logging_steps": 1}
     one = tmp_path / "one"
     two = tmp_path / "two"
-    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
+    run(tmp_path, **fields, output_dir=str(one))
     printed = launch(tmp_path, *TWO_PROCESSES, **fields, output_dir=str(two))
     assert "2 processes x" in printed
     assert_same_log(two, one, num_steps=3)  # 30 rows in global batches of 10
@@ -116,7 +117,7 @@ def test_two_processes_train_as_one_and_one_can_resume_their_run(
     resumed = tmp_path / "resumed"
     shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
     fields |= {"resume_from_checkpoint": True, "resume_changed": True}
-    launch(tmp_path, "--cpu", **fields, output_dir=str(resumed))
+    run(tmp_path, **fields, output_dir=str(resumed))
     assert_same_weights(resumed, one, start=composed())
 
 
@@ -212,25 +213,32 @@ PADDED_AND_EVALUATED = {
 }  # fmt: skip
 
 
+# After step 3, the last one, only the final model is left to save.
 @pytest.mark.parametrize(
-    ("text", "kind_fields"),
+    ("text", "kind_fields", "resumed_after"),
     [
-        pytest.param("qwen2", PACKED, id="packed"),
+        pytest.param("qwen2", PACKED, [2], id="packed"),
+        pytest.param("qwen2", PACKED, [3], marks=pytest.mark.slow, id="packed, the last save"),
         # Gemma's head is its embeddings.
-        pytest.param("gemma3", PADDED_AND_EVALUATED, marks=pytest.mark.slow, id="padded and evaluated, tied head"),
+        pytest.param("gemma3", PADDED_AND_EVALUATED, [2, 3], marks=pytest.mark.slow, id="evaluated, tied head"),
     ],
 )
 def test_sharded_training_is_that_of_one_process(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, text: str, kind_fields: dict[str, Any]
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    text: str,
+    kind_fields: dict[str, Any],
+    resumed_after: list[int],
 ) -> None:
     fields = {**INSTRUCT, **kind_fields, "model_name_or_path": str(composed(text=text)), "dataset_name": str(data)}
-    fields |= {"global_batch_size": 10, "save_steps": 2}
+    fields |= {"global_batch_size": 10, "save_steps": 2, "logging_steps": 1}
     if "eval_strategy" in fields:
         fields["eval_dataset_name"] = str(data)
     one = tmp_path / "one"
     sharded = tmp_path / "sharded"
     fsdp2 = two_processes_on_cpu("fsdp2", tmp_path)
-    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
+    run(tmp_path, **fields, output_dir=str(one))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(sharded))
     assert_same_log(sharded, one, num_steps=3)
     assert_same_weights(sharded, one, start=composed(text=text))
@@ -241,8 +249,7 @@ def test_sharded_training_is_that_of_one_process(
     for name in ("config.json", "generation_config.json", "modeling_normllava.py"):
         assert (sharded / name).read_text() == (one / name).read_text()
 
-    # After step 3, the last one, only the final model is left to save.
-    for step in (2, 3):
+    for step in resumed_after:
         resumed = tmp_path / f"resumed at {step}"
         shutil.copytree(sharded / f"checkpoint-{step}", resumed / f"checkpoint-{step}")
         launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(resumed), resume_from_checkpoint=True)

@@ -3,8 +3,9 @@
     python -m examples.emoji.study
 
 The study needs the backbones and the drawings, which the first two steps of `examples.emoji.run` make. Each run adds
-a record, which is one line, to `runs/emoji/study/records.jsonl`. To count runs of another machine as done, copy their
-lines into that file first. A block's results are printed only when all of its runs are done.
+a record, which is one line, to `runs/emoji/study/records.jsonl`. All runs of a seed are on one kind of CPU or GPU. To
+count runs of another machine, copy their lines into that file first. A block's results are printed only when all of
+its runs are done.
 """
 
 import argparse
@@ -59,6 +60,7 @@ def read_records() -> list[Record]:
 
     runs = set()
     for record in records:
+        # "processor" is the kind of CPU or GPU that the run was made on.
         run = (record["block"], record["arm"], record["seed"], record["processor"])
         if run in runs:
             raise UserError(f"{RECORDS} holds two records of the run {run}.")
@@ -71,7 +73,7 @@ def read_records() -> list[Record]:
 
 
 def planned_blocks(records: Sequence[Record]) -> list[Block]:
-    """The blocks in the order in which they run. If the results of block 2's first seeds are unclear, it has more."""
+    """The blocks in the order in which they run. Block 2 gets more seeds if its first results are unclear."""
     if not needs_more_seeds(records):
         return list(BLOCKS)
     longer_block_2 = dataclasses.replace(BLOCK_2, seeds=[*BLOCK_2.seeds, *BLOCK_2_MORE_SEEDS])
@@ -117,7 +119,7 @@ def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float
 
 
 class Runner:
-    """Runs cells, several at the same time, each in its own processes.
+    """Makes the runs of cells, several at the same time, each in processes of its own. A cell is an arm with a seed.
 
     Args:
         commit: The commit of the code, which is written into each record.

@@ -75,7 +75,7 @@ def measure_run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) ->
     peak = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
     (row,) = tokenized_rows
     num_supervised = sum(label != IGNORED for label in row["labels"])
-    return peak, Batch(SAMPLES, row["length"], num_supervised, is_packed=False)
+    return peak, Batch(samples=SAMPLES, tokens=row["length"], supervised=num_supervised, is_packed=False)
 
 
 @pytest.mark.parametrize(("stage", "checkpointed"), [("align", False), ("instruct", False), ("adapt", True)])
@@ -123,7 +123,7 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     composed: Callable[..., Path], recipe: dict[str, Any], stage: str
 ) -> None:
     fields = {**recipe, **STAGES[stage]}
-    batch = Batch(SAMPLES, tokens=150, supervised=20, is_packed=False)
+    batch = Batch(samples=SAMPLES, tokens=150, supervised=20, is_packed=False)
     plan = make_plan(fields, batch)
     sizes = trained_sizes(composed(), stage)
     num_trained = sum(sizes)
@@ -160,7 +160,8 @@ def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe
     num_tokens = 150
     num_supervised = 20
     fields = {**recipe, **STAGES[stage]}
-    plan = make_plan(fields, Batch(1, num_tokens, num_supervised, is_packed=False))
+    batch = Batch(samples=1, tokens=num_tokens, supervised=num_supervised, is_packed=False)
+    plan = make_plan(fields, batch)
 
     # The same pass of the model itself, with eager attention.
     config = NormLlavaConfig.from_pretrained(recipe["model_name_or_path"])

@@ -61,8 +61,8 @@ class InterfaceHooks(ExitStack):
         # Qwen3-VL's config has `deepstack_visual_indexes`.
         if "deepstack" in str(model.config.to_dict()):
             self.notes.append(
-                "deepstack: picture features also enter later layers. They stay as they are when the image tokens that "
-                "enter the first layer are changed"
+                "deepstack: picture features also enter later layers. They stay as they are when the image tokens "
+                "that enter the first layer are changed"
             )
 
     def _watch_encoder(self, encoder: nn.Module | None) -> None:

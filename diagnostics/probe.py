@@ -24,8 +24,8 @@ from diagnostics.tokens import Inputs, Tokens, exclude_newlines, find_sinks
 
 # Maximum number of queries per sample whose attention is kept.
 MAX_QUERIES = 16
-# Names that `InterfaceHooks` gives to the places before the decoder. A record has the norms of the tensors at each place
-# that the model has. "norm_input" is the input of the norm layer at the end of a NormLlava's projector.
+# Names that `InterfaceHooks` gives to the places before the decoder. A record has the norms of the tensors at each
+# place that the model has. "norm_input" is the input of the norm layer at the end of a NormLlava's projector.
 PLACES_BEFORE_DECODER = ("encoder_output", "projector_input", "norm_input", "projector_output")
 # Smallest divisor, so that a zero vector does not give NaN.
 TINY = 1e-30

@@ -23,8 +23,8 @@ from conversations.layouts import IDENTIFYING_FIELDS, PICTURE_COLUMNS, READ_COLU
 from conversations.sources import Source
 
 
-# The columns of rows whose turns `read_row` has read. `conversations` holds the turns as JSON text, since malformed
-# turns may have any type. `problem` and `unread` are described at `read_row`.
+# The columns that stand for a row's turns after `read_row`. `conversations` holds the turns as JSON text, since
+# malformed turns may have any type. `read_row`'s docstring describes `problem` and `unread`.
 READ_FEATURES = datasets.Features(
     {
         "conversations": datasets.Value("string"),
@@ -90,7 +90,7 @@ def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
 
 
 def _has_llava_turns(features: datasets.Features) -> bool:
-    """Whether the turns of a dataset are in LLaVA's layout already, so that their column can be used as it is."""
+    """Whether the dataset's column `conversations` has LLaVA's turns, and no other column has text to read."""
     if _text_columns(features) != ["conversations"]:
         return False
     turns = features["conversations"]

@@ -196,8 +196,9 @@ def attention_of_queries(
     query_positions = query_positions.to(query.device)
     queries = query[0][:, query_positions].float()  # [num_heads, num_queries, head_dim]
     keys = key[0].float()  # [num_key_value_heads, S, head_dim]
-    queries_per_key = queries.shape[0] // keys.shape[0]
-    keys = keys.repeat_interleave(queries_per_key, dim=0)  # [num_heads, S, head_dim]
+    # With grouped queries, several heads share a key.
+    heads_per_key = queries.shape[0] // keys.shape[0]
+    keys = keys.repeat_interleave(heads_per_key, dim=0)  # [num_heads, S, head_dim]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     scores = scaling * (queries @ keys.transpose(1, 2))  # [num_heads, num_queries, S]

@@ -232,7 +232,8 @@ def find_pictures(data: Path) -> list[Path] | None:
     if not data.is_dir():
         return None
 
-    # A folder with a JSON file, or with a dataset that `save_to_disk` wrote, is of another kind than "dataset".
+    # `find_source` calls a folder of loose files a "dataset". One with a JSON file, or one that `save_to_disk` wrote,
+    # is of another kind.
     if find_source(str(data)).kind != "dataset":
         return None
     for file in data.rglob("*"):

@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="download a release afresh and load it, as any user would")
     verify.add_argument("repo_id", help="owner/name")
     verify.add_argument("--revision", required=True, help="tag to verify")
-    verify.add_argument("--stage", type=Path, help="release folder that was pushed, to compare with")
+    verify.add_argument("--stage", type=Path, help="release folder that was pushed; the download is compared with it")
 
     serve = commands.add_parser("serve", help="run transformers' server on this machine's loopback address")
     serve.add_argument("model", help="folder or Hub id of the model; its code is run")
@@ -113,7 +113,7 @@ def run_push(args: argparse.Namespace) -> None:
 
 def publish_folder(folder: Path, public: bool) -> None:
     """Push a release folder, and log what was changed on the Hub."""
-    with hub_errors("The push stopped; push again to go on from there, without options of the build"):
+    with hub_errors("The push stopped. Push again to go on, then without options of the build"):
         plan = push_release(folder, HfApi(), public)
     logger.info("%s", plan)
     logger.info("Published. Try it: python -m hub_cards verify %s --revision %s", plan.repo_id, plan.tag)

@@ -56,38 +56,38 @@ def run_all(args: argparse.Namespace) -> None:
 def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
     """Measure a part within so many seconds. If its process fails, a new process measures the arms that are left."""
     started = time.monotonic()
-    first_died = False
+    first_arm_died = False
     while True:
         seconds_left = seconds - (time.monotonic() - started)
         if seconds_left < LEAST_SECONDS:
-            say(f"No time is left for {part}: give the same command again for what is missing.")
+            say(f"No time is left for {part}. If arms are missing, give the same command again.")
             return
 
         lines_before = count_lines(args.results)
-        status = run_part(part, args, seconds_left, first_died)
+        status = run_part(part, args, seconds_left, first_arm_died)
         is_done = status == 0
         was_killed = status is None
         if is_done or was_killed:
             return
 
         wrote_lines = count_lines(args.results) > lines_before
-        if first_died and not wrote_lines:
-            # With `first_died` a process begins by writing a line. It failed even before that, and so would the next.
+        if first_arm_died and not wrote_lines:
+            # With `first_arm_died` a process begins by writing a line. It failed even before that, as would the next.
             say(f"{part} failed.")
             return
         # Without a new line, the process died while it measured the first missing arm.
-        first_died = not wrote_lines
+        first_arm_died = not wrote_lines
 
 
-def run_part(part: str, args: argparse.Namespace, seconds: float, first_died: bool) -> int | None:
+def run_part(part: str, args: argparse.Namespace, seconds: float, first_arm_died: bool) -> int | None:
     """Measure the missing arms of a part in a process of its own.
 
     Args:
         part: The part.
         args: The command's options.
         seconds: The process is killed after so many seconds.
-        first_died: Whether the process before this one died while it measured the first missing arm. This process then
-            writes an error for that arm instead of measuring it again.
+        first_arm_died: Whether the process before this one died while it measured the first missing arm. This process
+            then writes an error for that arm instead of measuring it again.
 
     Returns:
         The process's exit status; `None` if it was killed because its time was over.
@@ -105,8 +105,8 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_died: bo
         ]
         if args.commit is not None:
             command.append(f"--commit={args.commit}")
-        if first_died:
-            command.append("--first_died")
+        if first_arm_died:
+            command.append("--first_arm_died")
 
         environment = {
             **os.environ,

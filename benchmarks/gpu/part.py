@@ -36,7 +36,7 @@ def measure_part(
     results: Path,
     folder: Path,
     commit: str | None = None,
-    first_died: bool = False,
+    first_arm_died: bool = False,
 ) -> None:
     """Measure the arms of a part in their order, and write a line after each with its figures or its error.
 
@@ -46,8 +46,8 @@ def measure_part(
         results: The file of results. Arms that have a line there are skipped.
         folder: Folder for the rows, pictures and configs that the arms read.
         commit: Commit of this code; by default git's.
-        first_died: Whether an earlier process died while it measured the first arm without a line. That arm then gets
-            a line that says so.
+        first_arm_died: Whether an earlier process died while it measured the first arm without a line. That arm then
+            gets a line that says so.
 
     Raises:
         RuntimeError: if an error has left the device unusable for this process. A new process can measure the arms
@@ -71,7 +71,7 @@ def measure_part(
         )
         append_line(results, line)
 
-    if first_died and missing:
+    if first_arm_died and missing:
         write_line(missing.pop(0), Outcome(error="It ended its process."))
 
     for arm in missing:
@@ -135,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--commit")
-    parser.add_argument("--first_died", action="store_true")
+    parser.add_argument("--first_arm_died", action="store_true")
     return parser
 
 
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results=args.results,
         folder=args.folder,
         commit=args.commit,
-        first_died=args.first_died,
+        first_arm_died=args.first_arm_died,
     )
 
 

@@ -64,7 +64,7 @@ COLUMNS = {
     "large_4bit": TRAINING_COLUMNS,
 }
 TRAINING_COMPARISON = Comparison("tokens/s over", "tokens_per_second")
-# By part. A part without an entry compares nothing.
+# The comparison of each part. A part without an entry compares nothing.
 COMPARISONS = {
     "norm": Comparison("time over", "microseconds"),
     "attention": Comparison("time over", "milliseconds"),

@@ -204,8 +204,8 @@ def read_icons(package: dict[str, Any]) -> IconSet:
     entries = dict(package["icons"])
     for alias, entry in package.get("aliases", {}).items():
         parent = entry["parent"]
-        # An alias with more fields than `parent` turns or mirrors its parent, and is left out. So is an alias of an
-        # alias.
+        # An alias with fields beside `parent` is a turned or mirrored icon, and is left out. An alias of an alias is
+        # left out too.
         is_plain_alias = set(entry) == {"parent"}
         if is_plain_alias and parent in package["icons"]:
             entries[alias] = package["icons"][parent]

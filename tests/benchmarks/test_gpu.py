@@ -174,7 +174,7 @@ def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
     arms = [Arm("died", run), Arm("fails", fail), Arm("stops", stop), Arm("runs", run)]
     monkeypatch.setattr(part, "make_arms", lambda *_: arms)
     results = tmp_path / "results.jsonl"
-    part.measure_part("small", CPU, results, tmp_path, commit="abc", first_died=True)
+    part.measure_part("small", CPU, results, tmp_path, commit="abc", first_arm_died=True)
 
     died, fails, stops, runs = read_lines(results)
     assert died.error == "It ended its process."
@@ -214,7 +214,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(cpu=True, results=tmp_path / "results.jsonl", commit=None)
-    assert command.run_part("large", args, seconds=0.5, first_died=False) is None
+    assert command.run_part("large", args, seconds=0.5, first_arm_died=False) is None
     assert capsys.readouterr().out == "large was ended after 0.5 s\n"
     assert read_lines(args.results) == []
 

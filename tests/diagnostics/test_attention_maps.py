@@ -72,7 +72,7 @@ def test_a_map_is_the_attention_of_the_eager_model(
     with torch.no_grad():
         attentions = eager(**inputs, output_attentions=True).attentions
 
-    # Each token of this tokenizer is a letter, so the prompt has the word's tokens as the word alone has them.
+    # Each token of this tokenizer is a letter, so a word has the same tokens alone and inside of the prompt.
     input_ids = inputs["input_ids"][0]
     word_ids = processor.tokenizer(word.lower(), add_special_tokens=False).input_ids
     word_positions = find_first(input_ids.tolist(), word_ids)
@@ -215,7 +215,7 @@ def make_question(*content: str | Image.Image, answer: str = "") -> Question:
             parts.append({"type": "image", "image": part})
     return Question(
         source="a row",
-        picture="0",
+        fingerprint="0",
         prompt=[{"role": "user", "content": parts}],
         image=Image.new("RGB", (8, 8)),
         answer=answer,
@@ -248,7 +248,7 @@ def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:
     strong = AttentionMap("colour", "Which colour?\ngreen", picture, layers=[0, 7], weights=strong_weights)
     figure = draw_attention_maps({"before": [weak], "after": [strong]})
 
-    # Pictures are drawn without opacity, and the attention over them with it.
+    # The attention is drawn half transparent over the picture. The picture has no `alpha`.
     drawn_maps = []
     for axis in figure.axes:
         drawn_maps += [image for image in axis.images if image.get_alpha() is not None]

@@ -41,8 +41,8 @@ def test_random_draws_agree_with_the_pages_statements() -> None:
     assert shares["retention falls when the norm of image tokens alone is lowered"] == 1
     assert shares["Lemma 1 fails"] == 0
     assert shares["the longer token turns by a larger angle"] == 0
-    # Angles above 90 degrees have negative tangents, so the tangents' order isn't always that of the angles.
-    # THEORY.md says 10%.
+    # Eq. 9 says that the token with the larger norm turns by the angle with the smaller tangent. Its angle is the
+    # smaller one, but an angle above 90 degrees has a negative tangent. THEORY.md says that eq. 9 fails in 10%.
     assert 0.05 < shares["eq. 9 fails: its tangent is the larger"] < 0.15
 
 

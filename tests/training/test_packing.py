@@ -56,7 +56,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def random_sizes(num_samples: int) -> Dataset:
-    """A length from 700 to 3,700 for each sample, mostly a short one, and a number of pictures from 0 to 2."""
+    """A length from 700 to 3,700 for each sample, mostly a short one, and a number of pictures' tiles from 0 to 2."""
     generator = torch.Generator().manual_seed(0)
     lengths = 700 + 3000 * torch.rand(num_samples, generator=generator) ** 4
     return Dataset.from_dict({"length": lengths.long().numpy(), "num_tiles": np.arange(num_samples) % 3})
@@ -150,7 +150,7 @@ def test_norms_of_a_blank_picture_are_not_logged(
         inputs = collate(composed(), rows_of_batch, packed)
         del inputs["labels"]
         model.model(**inputs, use_cache=False)
-        return monitor.collect(lambda sums: sums)
+        return monitor.collect(lambda sums: sums)  # a single process has nothing to add to its sums
 
     row_without_pictures = rows[1]
     assert "norm/visual" not in measure_norms([row_without_pictures])
@@ -204,7 +204,7 @@ def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_proc
     sample_numbers = [number for packed_row in first_epoch for number in packed_row]
     assert sorted(sample_numbers) == list(range(num_samples))
 
-    # The samples of an optimizer step are those of one process that packs all samples of a step into one row.
+    # Each optimizer step has the same samples as it would have with one process and one packed row a step.
     rows_per_step = accumulation_steps * num_processes
     samples_of_steps = packed_batches(lengths, samples_per_step, num_processes=1, accumulation_steps=1, seed=42)
     assert len(samples_of_steps) == math.ceil(num_samples / samples_per_step)

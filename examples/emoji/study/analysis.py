@@ -233,9 +233,10 @@ def needs_more_seeds(records: Sequence[Record]) -> bool:
 def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
     """Block 1's results: the effects of its two factors, and their interaction.
 
+    Below, T is the norm of text embeddings, and k is the factor by which a new projector's image tokens are above it.
     One factor is the norm at which image tokens enter the decoder: T in two arms, and k times T in the other two. The
-    other factor is how fast the second layer learns, relative to its weights: in `SCALED` and `NOTHING_FAST` it learns
-    k times as fast as in the other two arms.
+    other factor is how fast the projector's second layer learns, relative to its weights: in `SCALED` and
+    `NOTHING_FAST` it learns k times as fast as in the other two arms.
 
     Returns:
         `norm`: what the smaller norm gains, averaged over both rates.
@@ -280,8 +281,8 @@ def adjust_main_effects(effects: Mapping[str, Difference]) -> dict[str, float]:
 def describe_gain(difference: Difference) -> str:
     """A difference in words with its 95% interval.
 
-    Such as "gain 4.0 points (2.0 to 6.0)", "lose 2.0 points (1.0 to 3.0)", or if the interval has 0 inside, "lose 1.0
-    points (-3.0 to 1.0 gained)".
+    Examples are "gain 4.0 points (2.0 to 6.0)" and "lose 2.0 points (1.0 to 3.0)". If the interval has 0 inside, its
+    ends keep their signs, and are gains: "lose 1.0 points (-3.0 to 1.0 gained)".
     """
     verb = "gain" if difference.estimate >= 0 else "lose"
     points = f"{verb} {abs(difference.estimate):.1f} points"
@@ -327,7 +328,7 @@ def tabulate_means(records: Sequence[Record]) -> pd.DataFrame:
     """The mean of each measure over an arm's runs: a row for each measure, a column for each arm."""
     rows = []
     for record in records:
-        row = {"arm": record["arm"], "what decides, %": primary_outcome(record)}
+        row = {"arm": record["arm"], "primary outcome, %": primary_outcome(record)}
         for artist, digits in record["hits"].items():
             row[f"{artist}, %"] = percent_right(digits)
         row["perplexity of text"] = record["perplexity"]

@@ -55,8 +55,8 @@ class NormLlavaConfig(LlavaConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         # Saving a model would add only that model's class to `auto_map`, so all classes are listed here. This list
-        # replaces the list of a config that was loaded: a config from the Hub has its repository's name before each class
-        # ("owner/name--modeling_..."), and a copy that is saved elsewhere would still load its code from there.
+        # replaces the list of a config that was loaded: a config from the Hub has its repository's name before each
+        # class ("owner/name--modeling_..."), and a copy that is saved elsewhere would still load its code from there.
         with_lm_head = "modeling_normllava.NormLlavaForConditionalGeneration"
         self.auto_map = {
             "AutoConfig": "configuration_normllava.NormLlavaConfig",

@@ -67,9 +67,9 @@ class KeyAdapter(nn.Module):
         self.gate_weight = nn.Parameter(torch.zeros(2, in_features, **like_weight))  # w
         self.gate_bias = nn.Parameter(torch.zeros(2, **like_weight))  # c
 
-        # A starts at random, as in LoRA. It is filled here and not in `NormLlavaPreTrainedModel._init_weights`, because
-        # for modules inside the decoder transformers calls the `_init_weights` of the decoder's class. (`from_pretrained` calls no `_init_weights` for key adapters: it
-        # refuses a checkpoint without their weights.)
+        # A starts at random, as in LoRA. It is filled here and not in `_init_weights` of a class in this file, because
+        # for modules inside the decoder transformers calls the `_init_weights` of the decoder's class.
+        # (`from_pretrained` calls no `_init_weights` for key adapters: it refuses a checkpoint without their weights.)
         bound = in_features**-0.5
         nn.init.uniform_(self.down, -bound, bound)
 
@@ -193,9 +193,9 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
 def hand_over_mask(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of an attention module: makes `visual_token_mask` an attribute of the hidden states.
 
-    The decoder and its layers pass the mask on as an argument, but `k_proj` takes the hidden states alone. As an
-    attribute of a tensor and not of a module, every forward pass has its own mask, even when gradient checkpointing computes a layer again or another thread runs
-    the model at the same time.
+    The decoder and its layers pass the mask on as an argument, but `k_proj` takes the hidden states alone. Since the
+    mask belongs to the tensor and not to a module, every forward pass has its own mask, even when gradient
+    checkpointing computes a layer again or another thread runs the model at the same time.
     """
     hidden_states = args[0] if args else kwargs["hidden_states"]
     hidden_states.visual_token_mask = kwargs.pop("visual_token_mask", None)
@@ -207,10 +207,8 @@ class NormLlavaKeyAdapterModel(NormLlavaModel):
 
     config: NormLlavaKeyAdapterConfig
 
-    def __init__(
-        self, config: NormLlavaKeyAdapterConfig, *parts: nn.Module | None
-    ) -> None:  # `parts` as in NormLlavaModel
-        super().__init__(config, *parts)
+    def __init__(self, config: NormLlavaKeyAdapterConfig, *parts: nn.Module | None) -> None:
+        super().__init__(config, *parts)  # `parts` are a vision tower and a language model, if they are given
         wrap_key_projections(self, config)
 
 

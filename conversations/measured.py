@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = 100
 # The number of rows whose pictures' paths are in memory at a time.
 PATHS_BATCH_SIZE = 1000
-# The columns that `tokenize_rows` returns. `RowTokenizer` describes `input_ids` to `length`, and `_checksum` describes
-# `checksum`. In a good row `problem` is "". In a bad row all columns but `problem` are null.
+# The columns that `tokenize_rows` returns. `conversations` holds the turns as JSON text. `RowTokenizer` describes
+# `input_ids` to `length`, and `_checksum` describes `checksum`. In a good row `problem` is "". In a bad row all
+# columns but `problem` are null.
 FEATURES = Features(
     {
         "conversations": Value("string"),

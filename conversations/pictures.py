@@ -26,7 +26,7 @@ def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
     Args:
         image: The undecoded picture.
         row: The row.
-        number: The picture's number in the row, from 1. It stands for the name of a picture without one in an error.
+        number: The picture's number in the row, from 1. An error names a picture without a path by this number.
 
     Raises:
         BadRowError: if the picture can't be read, or its path leaves the row's image folder.

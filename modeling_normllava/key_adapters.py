@@ -175,8 +175,8 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     (`generate` accepts no mask.)
     """
     arguments = dict(kwargs)
-    first_names = ("input_ids", "pixel_values")  # the two that matter here come first if they have no keyword
-    for name, value in zip(first_names, args, strict=False):
+    first_parameters = ("input_ids", "pixel_values")  # callers may give these without a keyword
+    for name, value in zip(first_parameters, args, strict=False):
         arguments[name] = value
     input_ids = arguments.get("input_ids")
     if input_ids is None or "visual_token_mask" in kwargs:

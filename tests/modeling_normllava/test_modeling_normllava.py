@@ -294,12 +294,12 @@ logits = {}
 for folder in (source, again):
     # Every auto class loads the right class of the folder's code.
     assert AutoConfig.from_pretrained(folder, **options).model_type.startswith("normllava")
-    headless = AutoModel.from_pretrained(folder, **options)
+    headless = AutoModel.from_pretrained(folder, **options)  # the model without its LM head
     headless_class = type(headless).__name__
     assert headless_class in ("NormLlavaModel", "NormLlavaKeyAdapterModel")
     for auto_class in (AutoModelForCausalLM, AutoModelForMultimodalLM):
-        with_head = auto_class.from_pretrained(folder, **options)
-        assert type(with_head).__name__ == headless_class.replace("Model", "ForConditionalGeneration")
+        with_lm_head = auto_class.from_pretrained(folder, **options)
+        assert type(with_lm_head).__name__ == headless_class.replace("Model", "ForConditionalGeneration")
 
     model = AutoModelForImageTextToText.from_pretrained(folder, **options)
     processor = AutoProcessor.from_pretrained(folder, **options)

@@ -16,14 +16,14 @@ from common.errors import UserError
 
 # Loggers of libraries whose warnings and notes no user of a command needs.
 SILENCED_LOGGERS = (
-    "accelerate.accelerator",  # warns of rows repeated to fill the last batch, which doesn't happen here
+    "accelerate.accelerator",  # warns that rows are repeated to fill the last batch; here none are
     "bitsandbytes",  # warns of kernels that a CPU lacks
     "fontTools",  # reports each table of a font
     "httpx",  # reports each request
     "httpx2",  # reports each request
     "matplotlib",  # reports when it lists the fonts of the machine
 )
-# They are silenced when this module is imported, since some libraries log while they are imported.
+# The loggers are silenced when this module is imported, since some libraries log while they are imported.
 for logger_name in SILENCED_LOGGERS:
     logging.getLogger(logger_name).setLevel(logging.ERROR)
 
@@ -38,7 +38,7 @@ def command() -> Iterator[None]:
     logging.basicConfig(format="%(message)s")
     logging.getLogger().setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # these are meant for authors of libraries
+    warnings.filterwarnings("ignore", category=FutureWarning)  # `FutureWarning` is meant for authors of libraries
 
     try:
         yield
@@ -53,8 +53,8 @@ def command() -> Iterator[None]:
 def describe_system_error(error: OSError) -> str:
     """Describe an `OSError` in one line.
 
-    An error of the operating system names a file. One that a library raises may have a text of several lines, or no
-    text at all.
+    An `OSError` of the operating system names a file. An `OSError` that a library raises may have a text of several
+    lines, or no text at all.
     """
     if error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
@@ -78,7 +78,7 @@ def new_folder(path: str) -> Path:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, where: str = "") -> argparse.Namespace:
-    """Parse a command line like `parse_args`, but name the most similar option if one is unknown.
+    """Parse a command line like `parse_args`, but if an option is unknown, name the known option most similar to it.
 
     Args:
         parser: The parser that knows the options.
@@ -93,8 +93,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, wh
         return args
 
     name, _, _ = unknown_words[0].partition("=")  # --port of --port=1
-    known_options = list(chosen_parser(parser, args)._option_string_actions)
-    similar_options = get_close_matches(name, known_options, n=1, cutoff=0.8)  # at least 80 % alike
+    actions_by_option = chosen_parser(parser, args)._option_string_actions
+    similar_options = get_close_matches(name, list(actions_by_option), n=1, cutoff=0.8)  # at least 80 % alike
     if similar_options:
         raise UserError(f"{where}{name} is unknown, did you mean {similar_options[0]}?")
     raise UserError(f"{where}{name} is unknown.")

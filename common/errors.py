@@ -23,11 +23,11 @@ def errors_named_after(name: str | Path) -> Iterator[None]:
         name: The folder or Hub id that is loaded.
 
     Raises:
-        UserError: in place of such an error; its message begins with `name`.
+        UserError: in place of a `ValueError` or `ImportError`; its message begins with `name`.
     """
     try:
         yield
-    except UserError:
+    except UserError:  # a `ValueError` too, but its message says already what it is about
         raise
     except (ValueError, ImportError) as error:
         message_in_one_line = " ".join(str(error).split())

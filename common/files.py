@@ -35,8 +35,12 @@ def folder_or_id(name: str) -> str:
     path = Path(name)
     num_parts = len(path.parts)
     # A Hub id is "name" or "owner/name". A name of more parts is a folder's, and so is "runs/name" if there is a
-    # folder "runs". "./name" and "name/" can only be folders.
-    is_folder = num_parts > 2 or (num_parts == 2 and path.parent.is_dir()) or name != str(path)
+    # folder "runs".
+    is_too_long_for_id = num_parts > 2
+    is_in_folder = num_parts == 2 and path.parent.is_dir()
+    # "./name" and "name/" are folders too. `Path` leaves out the "./" and the last "/".
+    is_written_as_folder = name != str(path)
+    is_folder = is_too_long_for_id or is_in_folder or is_written_as_folder
     if is_folder and not path.exists():
         raise UserError(f"{name}: there is no such folder. It was not looked up on the Hub.")
     return name
@@ -49,7 +53,7 @@ def sha256(path: Path) -> str:
 
 
 def hash_files(folder: Path, *patterns: str) -> dict[str, str]:
-    """The SHA-256 hashes of those files in a folder whose names match a pattern.
+    """The SHA-256 hashes of those files in a folder whose names match one of the patterns.
 
     Returns:
         The hash of each file, by the file's name.

@@ -1,8 +1,8 @@
 """Writes Jinja chat templates that use a language model's own turn format, and that can hold pictures.
 
-Every template puts the assistant's text and its end-of-turn token inside `{% generation %}`. transformers tells which
-tokens are inside, and training gives labels to these tokens alone. Each part of a message is on a line of its own, as
-in LLaVA's "<image>\\nquestion".
+Every template puts the assistant's text and its end-of-turn token inside `{% generation %}`. When transformers
+tokenizes a conversation, it can tell which tokens are inside, and training gives labels to these tokens alone. Each
+part of a message is on a line of its own, as in LLaVA's "<image>\\nquestion".
 """
 
 import json
@@ -67,9 +67,11 @@ FORMATS = (
     _role_format("Gemma", "<start_of_turn>{}\n", "<end_of_turn>", separator="\n", assistant="model", has_system=False),
 )
 
-# The template of all formats. `_fill` replaces each name between `@` by a text, most of them the `ChatFormat`'s.
+# The template of all formats. `_write_template` replaces `@SYSTEM_TURN@` by one of the two texts below the template.
+# `_fill` replaces every other `@name@`: `@image@` and `@bos@` by a token, and the rest by the field of `ChatFormat`
+# with this name.
 # In a format without system turns, `ns.system` holds a system message until the next user turn, which begins with it.
-# If no user turn follows, the system message becomes one.
+# If no user turn follows, the system message becomes a user turn itself.
 # The `-` inside Jinja's tags drops the line breaks and spaces that make this text readable. A line break that belongs
 # to the prompt is written inside an expression.
 _CHAT_TEMPLATE = """\
@@ -115,7 +117,7 @@ _SYSTEM_BEFORE_USER = (
 )
 
 # LLaVA's stage 1 ("plain") writes the pictures, the caption and a line break. It leaves the human's text out, since
-# this is only a request for a caption.
+# this text is only a request for a caption.
 _PLAIN_TEMPLATE = """\
 {{- @bos@ -}}
 {%- for message in messages -%}
@@ -178,15 +180,15 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
 def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
     """Read a tokenizer's chat format from what its own chat template writes.
 
-    The template writes a conversation of a question "Q1" and an answer "A1", once with a system message "S1". The
-    format's texts are what it writes around these three.
+    The template is made to write the question "Q1", the question with the answer "A1", and the question after a system
+    message "S1". The format's texts are what stands around "Q1", "A1" and "S1".
 
     Returns:
         `None` if there is no chat template, or if no [`ChatFormat`] writes the same text.
     """
     if not tokenizer.chat_template:
         return None
-    # The comments say what each text consists of, by the fields of `ChatFormat`.
+    # The comments below say which fields of `ChatFormat` each text consists of.
     try:
         # user Q1 user_end
         question = _render(tokenizer, ["Q1"])
@@ -197,13 +199,13 @@ def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
     except Exception:  # a model's Jinja template may raise anything
         return None
     # system S1 user_end user Q1 user_end
-    instructed = _render_system(tokenizer, ["Q1"], "S1")
+    with_system = _render_system(tokenizer, ["Q1"], "S1")
 
     user, _, user_end = question.partition("Q1")
     answer_start, _, after_answer = answered.removeprefix(prompt).partition("A1")
     system = None
-    if instructed is not None and instructed.endswith(f"S1{user_end}{question}"):
-        system, _, _ = instructed.partition("S1")
+    if with_system is not None and with_system.endswith(f"S1{user_end}{question}"):
+        system, _, _ = with_system.partition("S1")
     candidate = ChatFormat(
         name="the language model's own",
         system=system,
@@ -225,7 +227,7 @@ def _writes_same_text(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat)
     Conversations of one, two and four turns are compared, also with a system message if the tokenizer's template
     writes one.
     """
-    template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)
+    template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)  # no picture comes, so any token does
     for texts in (["One?"], ["One?", "Two."], ["One?", "Two.", "Three?", "Four."]):
         if _render(tokenizer, texts, chat_template=template) != _render(tokenizer, texts):
             return False
@@ -243,7 +245,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | 
 
     Args:
         tokenizer: The tokenizer. Its own chat template is used unless `options` name another.
-        texts: The texts of user and assistant in turn, beginning with the user's.
+        texts: The texts of user and assistant alternately, beginning with the user's.
         system: The system message, if there is one.
         options: More options for `apply_chat_template`.
     """
@@ -274,7 +276,7 @@ def _render_system(tokenizer: PreTrainedTokenizerBase, texts: list[str], system:
 
 
 def _write_template(chat_format: ChatFormat, tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
-    """The Jinja template of a format."""
+    """The Jinja template of a chat format, for one tokenizer and one image token."""
     system_turn = _SYSTEM_BEFORE_USER if chat_format.system is None else _SYSTEM_TURN
     template = _CHAT_TEMPLATE.replace("@SYSTEM_TURN@", system_turn)
     return _fill(template, tokenizer, {"image": image_token, **asdict(chat_format)})
@@ -286,7 +288,7 @@ def _fill(template: str, tokenizer: PreTrainedTokenizerBase, texts: dict[str, st
     `@bos@` becomes Jinja's variable `bos_token` if the tokenizer starts every text with BOS. (A processor doesn't add
     BOS a second time.)
     """
-    first_ids = tokenizer("a").input_ids[:1]
+    first_ids = tokenizer("a").input_ids[:1]  # "a" stands for any text
     adds_bos = tokenizer.bos_token_id is not None and first_ids == [tokenizer.bos_token_id]
     bos = "bos_token" if adds_bos else '""'
     template = template.replace("@bos@", bos)

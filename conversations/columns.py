@@ -24,7 +24,8 @@ from conversations.sources import Source
 
 
 # The columns that stand for a row's turns after `read_row`. `conversations` holds the turns as JSON text, since
-# malformed turns may have any type. `read_row`'s docstring describes `problem` and `unread`.
+# malformed turns may have any type. `problem` says why the row can't be read, or is null. `unread` holds the names of
+# the fields that nothing reads.
 READ_FEATURES = datasets.Features(
     {
         "conversations": datasets.Value("string"),
@@ -32,6 +33,7 @@ READ_FEATURES = datasets.Features(
         "unread": datasets.List(datasets.Value("string")),
     }
 )
+# The type of a column that holds a list of undecoded pictures in each row.
 PICTURES = datasets.List(datasets.Image(decode=False))
 # Stands for a picture of the columns `image` or `images` while the row's turns are read, so that it isn't loaded.
 _PICTURE_IN_COLUMN = object()
@@ -122,15 +124,15 @@ def _read_turns(
     """
     text_features = datasets.Features({name: features[name] for name in _text_columns(features)})
     rows_to_read = _select(dataset, text_features)
-    read_features = READ_FEATURES
     if picture_counts:
+        read_features = READ_FEATURES
         count_columns = datasets.Dataset.from_dict(picture_counts)
         rows_to_read = datasets.concatenate_datasets([rows_to_read, count_columns], axis=1)
     else:
         read_features = datasets.Features({"images": PICTURES, **READ_FEATURES})
 
-    # datasets' own fingerprint leaves out the code that `_read_fields` calls, so turns that an earlier version of this
-    # package read would be taken from the cache.
+    # datasets' own fingerprint leaves out the code that `_read_fields` calls. With that fingerprint, turns that an
+    # earlier version of this package has read would be taken from the cache.
     code_hashes = hash_files(Path(__file__).parent, "*.py")
     fingerprint = Hasher.hash([rows_to_read._fingerprint, list(picture_counts), code_hashes])
     return rows_to_read.map(
@@ -149,7 +151,8 @@ def _read_fields(fields: Row, picture_columns: list[str]) -> Row:
         fields[name] = [_PICTURE_IN_COLUMN] * num_pictures
 
     row = read_row(fields)
-    # Malformed turns are kept as they are. They may hold values that JSON can't, such as bytes.
+    # Malformed turns are kept as they are. They may hold values that JSON can't hold, such as bytes. Of these the
+    # beginning is kept as text.
     row["conversations"] = json.dumps(row["conversations"], default=lambda value: str(value)[:80])
     if picture_columns:
         images = row.pop("images")
@@ -190,8 +193,8 @@ def _content_mask(array: pa.Array) -> np.ndarray:
         return _count_in_lists(array) > 0
     if pa.types.is_struct(arrow_type):
         mask = np.zeros(len(array), dtype=bool)
-        for field in array.flatten():
-            mask |= _content_mask(field)
+        for field_values in array.flatten():  # one array for each field of the struct
+            mask |= _content_mask(field_values)
         return mask
 
     if pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type):
@@ -247,7 +250,8 @@ def common_features(source: Source) -> datasets.Features | None:
     """Find features that fit all parquet files of a source.
 
     By itself, `datasets` takes the types of the first file for all. If a column of the first file is all null or
-    empty, such as the pictures of a shard of text, it has no type there, and the next file doesn't fit.
+    empty, such as the pictures' column in a shard without pictures, the column has no type in this file, and the next
+    file doesn't fit.
 
     Returns:
         `None` if all files have the same types, or if no features fit them all.
@@ -258,7 +262,7 @@ def common_features(source: Source) -> datasets.Features | None:
     types: dict[str, pa.DataType] = {}
     types_differ = False
     files = source.files
-    if not files:
+    if not files:  # a folder, or a Hub id, for which `rglob` finds no files
         files = sorted(Path(source.name).rglob("*.parquet"))
     for file in files:
         for field in _read_schema(file):

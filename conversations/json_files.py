@@ -63,7 +63,7 @@ def _read_rows(paths: list[str]) -> Iterator[Row]:
 def _image_path(image: Any) -> str:
     """The path of a picture in a JSON row.
 
-    A value that is not a path becomes a text that names no file, so that `check_row` reports it.
+    A value that is not a path becomes a text that names no file, so that `check_row` reports the row.
     """
     path = image
     if isinstance(image, dict):
@@ -90,6 +90,7 @@ def _parse_file(path: Path) -> Iterable[Any]:
 
 
 def _parse_list(path: Path, text: str) -> list[Any]:
+    """The entries of a text that is one JSON list."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -104,7 +105,7 @@ def _find_list(text: str) -> list[Any] | None:
         return None
     if not isinstance(content, dict):
         return None
-    if _is_row(content):  # JSON lines of a single row, whose list of turns is no list of rows
+    if _is_row(content):  # a file of JSON lines with a single row, whose list of turns is no list of rows
         return None
 
     for value in content.values():
@@ -120,7 +121,7 @@ def _is_row(content: Any) -> bool:
 
 def _parse_lines(path: Path, text: str) -> Iterator[Any]:
     """The rows of JSON lines."""
-    # Not `splitlines`: it would also split at Unicode's other line separators, which JSON strings may contain.
+    # `splitlines` would also split at Unicode's other line separators, which JSON strings may contain.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -28,14 +28,14 @@ Turn = dict[str, Any]
 PICTURE_COLUMNS = ("images", "image")
 # LLaVA's name of a role, by each name that rows use for it.
 LLAVA_ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
-# Fields that say where a row comes from or how large its picture is. They aren't read, and no warning names them,
-# since they hold nothing to learn.
+# Fields about a row as a whole, such as where it comes from or how large its picture is. They hold nothing to learn,
+# so they aren't read, and no warning names them.
 IDENTIFYING_FIELDS = frozenset({
     "id", "idx", "index", "uid", "uuid", "key", "hash", "__index_level_0__",
     "source", "data_source", "dataset", "split", "license", "model", "lang", "language",
     "height", "width",
 })  # fmt: skip
-# Fields of a turn that give the answer a weight in other trainers' losses, or leave it out of them.
+# Fields of a turn by which other trainers weight an answer in the loss, or leave the answer out of the loss.
 LOSS_FIELDS = ("weight", "loss", "train")
 # The fields of a turn that are read.
 TURN_FIELDS = frozenset({"from", "value", "role", "content", *LOSS_FIELDS})
@@ -43,12 +43,12 @@ TURN_FIELDS = frozenset({"from", "value", "role", "content", *LOSS_FIELDS})
 PICTURE_FIELDS = ("image", "image_url", "path", "url")
 # The fields of a message's part that are read.
 PART_FIELDS = frozenset({"type", "text", *PICTURE_FIELDS})
-# The fields that are read of the_cauldron's pairs of question and answer.
+# The fields of the_cauldron's pairs of question and answer that are read.
 PAIR_FIELDS = frozenset({"user", "assistant"})
 
 
 class LayoutError(UserError):
-    """A row that can't be read, or whose meaning would change if it were read."""
+    """Says why a row can't be read, or why its meaning would change if it were read."""
 
 
 def read_row(row: Row) -> Row:
@@ -172,7 +172,7 @@ class _TurnReader:
         self._num_placeholders = 0  # parts read so far that stand for a picture in the row's picture columns
 
     def read_turns(self, entries: Any) -> Any:
-        """The turns in LLaVA's form. What isn't a list is returned as it is."""
+        """The turns in LLaVA's form. Entries that are no list are returned as they are."""
         entries = unpack_list(entries)
         if not isinstance(entries, list):
             return entries
@@ -190,7 +190,7 @@ class _TurnReader:
         llava_role = LLAVA_ROLES[role]
         _refuse_what_changes_training(turn, llava_role)
         self.note_unread(turn, TURN_FIELDS)
-        # A text stays as it is, even if it is a JSON list, since it is what the turn says.
+        # A text stays as it is, even if the text is a JSON list, since it is what the turn says.
         if not isinstance(content, str):
             content = unpack_list(content)
         if isinstance(content, list):
@@ -234,14 +234,14 @@ class _TurnReader:
         # Some datasets number their placeholders from 0. The columns' pictures are taken in order, so the numbers must
         # be in order too.
         expected_index = self._num_placeholders
-        index = part.get("index", expected_index)
+        index = part.get("index")
         if index not in (None, expected_index):
             raise LayoutError(f"a part stands for picture {index} where picture {expected_index} would come")
         self._num_placeholders += 1
 
 
 def _refuse_what_changes_training(turn: dict[str, Any], llava_role: str) -> None:
-    """Refuse a turn that other trainers train in a way of its own: one with tool calls, or an answer with a weight."""
+    """Refuse a turn that other trainers treat unlike the rest: one with tool calls, or an answer with a weight."""
     if has_content(turn.get("tool_calls")):
         raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
     if llava_role != "gpt":
@@ -280,7 +280,7 @@ def _part_pictures(part: dict[str, Any]) -> list[Any]:
 
 
 def _filled_field(turn: dict[str, Any], name: str, other_name: str) -> Any:
-    """The value of the field that has content. If neither field has content, the first value that isn't null.
+    """Of two fields, the value of the one that has content. If neither has content, the first value that isn't null.
 
     Raises:
         LayoutError: if both fields have content.
@@ -327,7 +327,7 @@ def _read_text_or_messages(row: Row, column: str, role: str, reader: _TurnReader
 
 
 def _are_messages(entries: Any) -> bool:
-    """Whether this is a list of messages, which have roles. Other lists are a text, such as a list of boxes."""
+    """Whether entries that a text holds as JSON are messages, which have roles. An answer can be another JSON list."""
     if not isinstance(entries, list) or not entries:
         return False
     return all("role" in entry or "from" in entry for entry in entries)
@@ -369,7 +369,7 @@ def _find_turns_column(row: Row) -> str:
         LayoutError: if two columns of turns have content, or there is a completion without a prompt.
     """
     columns = [column for column in TURN_COLUMNS if has_content(row.get(column))]
-    # In UltraChat, `prompt` repeats the first question of `messages`.
+    # In UltraChat, `prompt` repeats the first message of `messages`.
     if columns == ["messages", "prompt"] and _is_first_message(row["prompt"], row["messages"]):
         columns = ["messages"]
     if has_content(row.get("completion")) and "prompt" not in columns:
@@ -413,7 +413,7 @@ def _mark_pictures(turns: Any, num_pictures: int) -> Any:
         return turns
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            return turns  # the turn is malformed
+            return turns  # a turn is malformed, which `check_row` reports
         if IMAGE_MARK in turn["value"]:
             return turns
 

@@ -28,8 +28,8 @@ from conversations.sources import Source, find_source
 
 logger = logging.getLogger(__name__)
 
-# The number of shards of a stream whose rows are on disk. Each reader takes whole shards, so this is also the largest
-# number of readers.
+# The number of shards of a stream that is made from rows on disk. Each process that reads the stream takes whole
+# shards, so this is also the largest number of such processes.
 NUM_SHARDS = 64
 
 
@@ -51,18 +51,19 @@ def load_rows(
             the Hub need it if their pictures are paths.
         config: The configuration, if the dataset has several.
         split: The split.
-        streaming: Whether to read parquet files and datasets while they are used, without converting them first.
+        streaming: Whether to return a stream. It reads parquet files and datasets while its rows are used. JSON files
+            and saved datasets are read first.
 
     Raises:
         UserError: if the file, folder, split or configuration doesn't exist, holds no rows, or can't be read.
     """
     source = find_source(name)
-    folder = _absolute_folder(source, image_folder)
+    absolute_folder = _absolute_folder(source, image_folder)
     if streaming and source.kind in ("parquet", "dataset"):
-        return _stream(source, folder, config, split)
+        return _stream(source, absolute_folder, config, split)
 
     stored_rows = _load_stored_rows(source, config, split)
-    rows = _standardise(stored_rows, source, folder)
+    rows = _standardise(stored_rows, source, absolute_folder)
     if len(rows) == 0:
         raise UserError(f"{source.name}: there are no rows.")
     if streaming:
@@ -133,11 +134,11 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
     """A dataset in our layout, with its pictures undecoded. Warns of fields that nothing reads."""
     if source.kind == "json":
         unread = count_unread_fields(dataset)
-        columns = [dataset.remove_columns("unread")]
+        column_groups = [dataset.remove_columns("unread")]
     else:
         _require_turns(source, dataset.features)
         try:
-            columns, unread = read_columns(dataset)
+            column_groups, unread = read_columns(dataset)  # each group has some columns of all rows
         except ArrowException as error:  # Arrow can't cast a column, such as numbers in place of pictures
             raise UserError(f"{source.name}: {error}") from error
     for field, count in unread.items():
@@ -148,7 +149,7 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
         "image_folder": [image_folder] * len(dataset),
         "source": [f"{source.name}, row {number}" for number in range(len(dataset))],
     })  # fmt: skip
-    return datasets.concatenate_datasets([*columns, added_columns], axis=1)
+    return datasets.concatenate_datasets([*column_groups, added_columns], axis=1)
 
 
 def _require_turns(source: Source, features: datasets.Features) -> None:
@@ -218,7 +219,7 @@ def stream_fingerprint(name: str, config: str | None, split: str) -> str:
 
 
 def _describe_content(source: Source, config: str | None) -> Any:
-    """The hashes of JSON files, the names and sizes of other local files, or a hash for the commit on the Hub.
+    """The hashes of JSON files, the names and sizes of other local files, or a hash for a dataset's commit on the Hub.
 
     Checkpoints hold fingerprints that are made from this value, so its form must not change.
     """

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = 100
 # The number of rows whose pictures' paths are in memory at a time.
 PATHS_BATCH_SIZE = 1000
-# The columns of the result. In a good row `problem` is "". In a bad row all columns but `problem` are null.
+# The columns that `tokenize_rows` returns. `conversations` holds the turns as JSON text. `RowTokenizer` describes
+# `input_ids` to `length`, and `_checksum` describes `checksum`. In a good row `problem` is "". In a bad row all
+# columns but `problem` are null.
 FEATURES = Features(
     {
         "conversations": Value("string"),
@@ -93,7 +95,7 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
         A row with the columns of `FEATURES` for each row of `dataset`, in the same order.
 
     Raises:
-        BadRowError: if a row can't be read through a fault of the disk, such as an I/O error.
+        BadRowError: if a row can't be read because of a fault of the disk, such as an I/O error.
     """
     fingerprint = _fingerprint(dataset, check)
     folder = Path(config.HF_DATASETS_CACHE) / "normllava"
@@ -127,7 +129,7 @@ def _fingerprint(dataset: Dataset, check: RowCheck) -> str:
         tokenize.max_tiles,
         tokenize.processor.image_processor.to_json_string(),  # the number of a picture's tiles depends on it
         check.open_pictures,
-        hash_files(Path(__file__).parent, "*.py"),
+        hash_files(Path(__file__).parent, "*.py"),  # the code of this package
         transformers.__version__,
         tokenizers.__version__,
     ])  # fmt: skip
@@ -167,8 +169,10 @@ def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
 
 def _file_state(image_folder: str, path: str | None) -> tuple[str | None, int, int]:
     """The path of a picture, and the size and modification time of its file. If there is no file, both are 0."""
+    if not path:  # joined with the image folder, it would give the state of the folder itself
+        return path, 0, 0
     try:
-        status = os.stat(os.path.join(image_folder, path or ""))
+        status = os.stat(os.path.join(image_folder, path))
     except (OSError, ValueError):  # a path with a null character raises ValueError
         return path, 0, 0
     return path, status.st_size, status.st_mtime_ns
@@ -198,7 +202,7 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
         check: Tokenizes the row.
 
     Raises:
-        BadRowError: if the disk is at fault. As the row's problem it would be kept even after the disk is mended.
+        BadRowError: if the disk is at fault. A problem of the row would stay in the cache after the disk is mended.
     """
     try:
         image_sizes = content_check.result()  # raises what the call raised
@@ -259,7 +263,8 @@ def keep_good_rows(
         if report_file is not None:
             _report_bad_rows(problems, len(dataset), report_file)
 
-    # The turns are taken from `tokens`, where all have the same form. Good rows have no problem.
+    # `tokens` has the turns too, all in the same form, so the dataset's own are left out. So is `problem`, which good
+    # rows don't have.
     left_out = [name for name in ("conversations", "problem") if name in dataset.column_names]
     good = _join(dataset.remove_columns(left_out), tokens.remove_columns("problem"))
     if is_bad.any():
@@ -311,4 +316,5 @@ def row_lengths(dataset: Dataset) -> np.ndarray:
 
 def integer_column(dataset: Dataset, name: str) -> np.ndarray:
     """A column of integers: int64 of shape `(num_rows,)`."""
-    return dataset.with_format("numpy", columns=[name])[name][:]
+    column = dataset.with_format("numpy", columns=[name])[name]
+    return column[:]  # reads the whole column into one array

@@ -21,7 +21,16 @@ def open_images(row: Row) -> list[PILImage.Image]:
 
 
 def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
-    """A picture of a row in RGB. `number` is its place among the row's pictures, from 1, for an error."""
+    """A picture of a row in RGB.
+
+    Args:
+        image: The undecoded picture.
+        row: The row.
+        number: The picture's number in the row, from 1. An error names a picture without a path by this number.
+
+    Raises:
+        BadRowError: if the picture can't be read, or its path leaves the row's image folder.
+    """
     path = picture_path(row, image)
     try:
         with _open_file(image, path) as file, PILImage.open(file) as opened:
@@ -35,11 +44,11 @@ def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
 
 
 def _open_file(image: Any, path: str | None) -> BinaryIO:
-    """The encoded picture as a file: that of its path, or a file in memory if its bytes are in the row."""
+    """The encoded picture as an open file: the file at its path, or one in memory if the row holds the bytes."""
     if path is None:
         return BytesIO(image["bytes"])
-    # Pillow gets an open file. With the path, it would map an uncompressed file into memory, and then not turn a TIFF
-    # upright.
+    # Pillow gets an open file. If it got the path, it would map an uncompressed file into memory, and then it doesn't
+    # turn a TIFF upright.
     return open(path, "rb")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin
 
 
-# Pillow refuses a PNG with more than 1 MB of text, which some editors and generators write.
+# Pillow refuses a PNG with more than 1 MB of text. Some editors and generators write more, so 64 MB are allowed here.
 PngImagePlugin.MAX_TEXT_CHUNK = 64 * 2**20
 
 
@@ -24,15 +24,15 @@ def to_rgb(opened: Image.Image) -> Image.Image:
     upright = ImageOps.exif_transpose(opened)
     if upright.mode.startswith("I;16"):
         # Pillow's `convert` wouldn't scale the values: all above 255 would become white.
-        scaled = (np.asarray(upright) >> 8).astype(np.uint8)
+        scaled = (np.asarray(upright) >> 8).astype(np.uint8)  # divided by 256
         return Image.fromarray(scaled).convert("RGB")
-    if upright.mode in ("I", "F"):
+    if upright.mode in ("I", "F"):  # 32-bit integers, or floating-point numbers
         raise OSError(f"pixels of mode {upright.mode} have no known range")
     if not upright.has_transparency_data:
         return upright.convert("RGB")
 
-    # Simply dropping the alpha channel would show the colour of the transparent pixels. In most pictures of black
-    # writing this colour is black as well.
+    # Without the alpha channel, transparent pixels would show the colour that is stored for them. In most pictures of
+    # black writing this colour is black as well.
     with_alpha = upright.convert("RGBA")
     white = Image.new("RGBA", with_alpha.size, "white")
     return Image.alpha_composite(white, with_alpha).convert("RGB")

@@ -33,8 +33,8 @@ class BadRowError(UserError):
 
     Attributes:
         source: The file or dataset, and the row's number.
-        problem: What is wrong, without a full stop. A data loader that raises a worker's error anew creates it from
-            the worker's message alone. Such an error has this message as its `source`, and no `problem`.
+        problem: What is wrong, without a full stop. It is empty in an error that a data loader raises anew after its
+            worker has raised it, since the loader gives only the whole message, which becomes the `source`.
     """
 
     def __init__(self, source: str, problem: str = "") -> None:
@@ -80,7 +80,7 @@ def picture_path(row: Row, image: Any) -> str | None:
     name = _picture_name(image)
     if name is None:
         raise BadRowError(row["source"], "an image has neither bytes nor a path")
-    if "image_folder" not in row:
+    if "image_folder" not in row:  # the row isn't from `load_rows`, but was made in Python
         return name
 
     # Symbolic links are not resolved here, since the folder may hold links to other disks.
@@ -96,7 +96,7 @@ def picture_path(row: Row, image: Any) -> str | None:
 
 
 def _picture_name(image: Any) -> str | None:
-    """The path of an undecoded picture as the row gives it; `None` if it gives none."""
+    """The path of an undecoded picture as the row gives it; `None` if the row gives no path."""
     return image["path"] if isinstance(image, dict) else image
 
 
@@ -160,13 +160,13 @@ def control_token_pattern(tokenizer: PreTrainedTokenizerBase, image_token: str) 
     if not tokens:
         return re.compile(r"(?!)")  # matches nowhere, while an empty pattern would match everywhere
 
-    # Of two tokens that begin alike, the pattern has to find the longer one, which an error message then names.
+    # If one token begins with another, the pattern has to find the longer one, which an error message then names.
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(re.escape(token) for token in longest_first))
 
 
 def check_row(row: Row, control_tokens: re.Pattern[str] | None = None, needs_answer: bool = True) -> None:
-    """Check everything of a row but its pictures' pixels.
+    """Check all of a row except the pixels of its pictures.
 
     Args:
         row: The row.

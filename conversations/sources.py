@@ -12,7 +12,8 @@ from common.errors import UserError
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 # Suffixes of files that `load_dataset` reads. If a folder has such files, they hold its rows, and JSON files don't.
 DATASET_SUFFIXES = (".parquet", ".arrow", ".tar")
-# Files that describe the pictures of their folder. `load_dataset` reads them and the pictures (as an `imagefolder`).
+# Files that describe the pictures of their folder. `load_dataset` reads them together with the pictures (as an
+# `imagefolder`), so in such a folder too no JSON file is read here.
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 # JSON files that come with a saved dataset or a repository, and hold no rows.
 FILES_WITHOUT_ROWS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
@@ -67,6 +68,7 @@ def find_source(name: str) -> Source:
             JSON files. (`load_dataset` would give all of them the types of the first.)
     """
     name = os.path.expanduser(name)
+    # The name of an existing file or folder can contain a pattern's characters too, such as "[".
     if glob.has_magic(name) and not os.path.exists(name):
         matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
         if not matches:
@@ -74,6 +76,7 @@ def find_source(name: str) -> Source:
         return _source_of_files(name, matches)
 
     path = Path(name)
+    # With the suffix of a file of rows, a name is that of a file, even if the file is missing.
     if path.is_file() or path.suffix.lower() in (*JSON_SUFFIXES, ".parquet"):
         return _source_of_files(name, [path])
     if any((path / file).exists() for file in SAVED_FILES):
@@ -106,8 +109,9 @@ def _source_of_folder(name: str, folder: Path) -> Source:
     if len(files) == 1 and files[0].parent == folder:
         return Source(name, "json", files)
 
-    names = ", ".join(str(file.relative_to(folder)) for file in files[:4])
-    if len(files) > 4:
+    named_files = files[:4]  # enough to recognize the folder
+    names = ", ".join(str(file.relative_to(folder)) for file in named_files)
+    if len(files) > len(named_files):
         names += " and more"
     raise UserError(
         f"{name} holds the JSON files {names}: name the one with the rows, or a pattern for several, and the "

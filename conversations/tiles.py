@@ -9,16 +9,16 @@ def cuts_tiles(image_processor: Any) -> bool:
 
 
 def tile_options(image_processor: Any, max_tiles: int | None) -> dict[str, int]:
-    """The options of a call of an image processor by which it cuts a picture into at most `max_tiles` tiles.
+    """The options for a call of an image processor that make it cut a picture into at most `max_tiles` tiles.
 
     Args:
         image_processor: The image processor.
-        max_tiles: The largest number of tiles of a grid; 1 leaves the picture whole. `None` stands for the image
-            processor's own number.
+        max_tiles: The largest number of tiles, without the thumbnail. 1 leaves the picture whole, and `None` stands
+            for the image processor's own number.
 
     Returns:
         The options, which are empty if the image processor doesn't cut pictures.
     """
     if max_tiles is None or not cuts_tiles(image_processor):
         return {}
-    return {"max_patches": max_tiles}
+    return {"max_patches": max_tiles}  # GotOcr2 calls tiles patches

@@ -37,8 +37,8 @@ class RowTokenizer:
     Attributes:
         tokens_per_tile: The number of image tokens that the decoder gets for each tile.
         control_tokens: A pattern of texts that rows must not contain, for `check_row`.
-        is_plain_template: Whether `chat_template` is LLaVA's of stage 1. It leaves out questions, so only rows of one
-            question and one answer are accepted.
+        is_plain_template: Whether `chat_template` is that of LLaVA's stage 1. This template leaves questions out, so
+            only rows of one question and one answer are accepted.
     """
 
     processor: LlavaProcessor
@@ -81,7 +81,7 @@ class RowTokenizer:
         tiles_per_image = self._count_tiles(num_images, image_sizes)
         num_tiles = sum(tiles_per_image)
 
-        # Each picture has one token in `input_ids`, in whose place the tokens of all its tiles will stand.
+        # Each picture has one token in `input_ids`. The collator replaces this token by those of all tiles.
         length = len(input_ids) - num_images + num_tiles * self.tokens_per_tile
         self._check_length(row, length)
 
@@ -110,10 +110,12 @@ class RowTokenizer:
         return repeated
 
     def _count_tokens_per_tile(self) -> int:
-        size = self.processor.image_processor.crop_size
-        image_sizes = [(size["height"], size["width"])]  # of a single picture
-        whole = tile_options(self.processor.image_processor, max_tiles=1)
-        counts = self.processor._get_num_multimodal_tokens(image_sizes, **whole)
+        """The number of image tokens of a picture that isn't cut, and so is one tile."""
+        image_processor = self.processor.image_processor
+        # Composing gives every image processor a `crop_size`: the size of the pictures that the vision encoder takes.
+        tile_size = (image_processor.crop_size["height"], image_processor.crop_size["width"])
+        leave_whole = tile_options(image_processor, max_tiles=1)
+        counts = self.processor._get_num_multimodal_tokens([tile_size], **leave_whole)
         return counts.num_image_tokens[0]
 
     def _count_tiles(self, num_images: int, image_sizes: list[tuple[int, int]] | None) -> list[int]:
@@ -124,7 +126,8 @@ class RowTokenizer:
         assert image_sizes is not None, "the pictures' sizes are needed to count their tiles"
         heights_and_widths = [(height, width) for width, height in image_sizes]
         options = tile_options(self.processor.image_processor, self.max_tiles)
-        return self.processor._get_num_multimodal_tokens(heights_and_widths, **options).num_image_patches or []
+        counts = self.processor._get_num_multimodal_tokens(heights_and_widths, **options)
+        return counts.num_image_patches or []  # `None` if there are no pictures
 
     def _encode(self, row: Row) -> Any:
         """The row's `input_ids`, and `assistant_masks`: for each token, 1 if the template marks it, otherwise 0."""
@@ -133,6 +136,7 @@ class RowTokenizer:
                 to_messages(row), chat_template=self.chat_template, return_dict=True, return_assistant_tokens_mask=True
             )
         except (TypeError, UnicodeError) as error:  # tokenizers raise these for text such as half a surrogate pair
+            # `!a` writes the error in ASCII, since it may quote that text.
             raise BadRowError(row["source"], f"the text can't be tokenized ({error!a})") from error
 
     def _check_length(self, row: Row, length: int) -> None:
@@ -160,7 +164,7 @@ class RowTokenizer:
 
 
 def _require_one_answer(row: Row) -> None:
-    """Refuse a row for LLaVA's plain template unless its turns are a question and an answer."""
+    """Refuse a row for LLaVA's plain template (stage "align") unless its turns are one question and one answer."""
     roles = [turn["from"] for turn in row_turns(row)]
     if roles != ["human", "gpt"]:
         problem = "stage 'align' takes one human turn and one gpt turn, and would drop other questions"

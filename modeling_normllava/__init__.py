@@ -26,16 +26,17 @@ from .processing_normllava import NormLlavaProcessor
 def _register(
     config: type[NormLlavaConfig],
     model: type[NormLlavaModel],
-    model_with_head: type[NormLlavaForConditionalGeneration],
+    model_with_lm_head: type[NormLlavaForConditionalGeneration],
 ) -> None:
     """Let transformers' auto classes find the classes of one model type."""
     AutoConfig.register(config.model_type, config)
-    # A model without tiles names Llava's processor in its folder, and AutoProcessor goes by that name.
+    # A model with tiles needs this class. The folder of a model without tiles names Llava's own processor, and
+    # AutoProcessor loads that one instead.
     AutoProcessor.register(config, NormLlavaProcessor)
     AutoModel.register(config, model)
-    AutoModelForCausalLM.register(config, model_with_head)  # text-only tools load a model with this class
-    AutoModelForImageTextToText.register(config, model_with_head)
-    AutoModelForMultimodalLM.register(config, model_with_head)
+    AutoModelForCausalLM.register(config, model_with_lm_head)  # text-only tools load a model with this class
+    AutoModelForImageTextToText.register(config, model_with_lm_head)
+    AutoModelForMultimodalLM.register(config, model_with_lm_head)
 
 
 _register(NormLlavaConfig, NormLlavaModel, NormLlavaForConditionalGeneration)

@@ -16,16 +16,18 @@ class NormLlavaConfig(LlavaConfig):
     Configuration of a NormLlava model. To [`LlavaConfig`] it adds three fields about the norm, one about merged
     patches, and three records.
 
-    The model doesn't use the records. They tell the model's card how the projector began. They are kept in the config
-    because only the config stays with a model from composing, through each training stage, to the release.
+    The model itself doesn't use the records. The model's card reads from them how the projector began. They are kept
+    in the config, because only the config stays with a model from composing, through each training stage, to the
+    release.
 
     Args:
         projector_norm (`str`, *optional*, defaults to `"gwc"`):
             `"gwc"`: LayerNorm with global weight compensation in its backward pass (arXiv 2512.08374, eq. 12).
             `"layernorm"`: the same forward pass, with LayerNorm's own gradient. `"none"`: no norm, as in Llava.
         projector_norm_target (`float`, *optional*):
-            T, the L2 norm that image tokens start at (eq. 11). A new LayerNorm gets the gain `T / sqrt(hidden_size)`.
-            `None` leaves the gain at 1, as in the row of the paper's Table 5 with default initialisation.
+            T, the L2 norm that image tokens start at (eq. 11). A new LayerNorm gets the gain `T / sqrt(hidden_size)`,
+            with the decoder's hidden size. `None` leaves the gain at 1, as in the row of the paper's Table 5 with
+            default initialisation.
         projector_norm_eps (`float`, *optional*, defaults to 1e-5):
             The number that LayerNorm adds to the variance under the square root (eq. 22, 23).
         spatial_merge_size (`int`, *optional*, defaults to 1):
@@ -52,16 +54,16 @@ class NormLlavaConfig(LlavaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # Saving a model would add only that model's class to `auto_map`, so all classes are listed here. The list
-        # replaces one that was loaded: a config from the Hub has its repository's name before each class
-        # ("owner/name--modeling_..."), and a copy that is saved elsewhere would still load its code from there.
-        with_head = "modeling_normllava.NormLlavaForConditionalGeneration"
+        # Saving a model would add only that model's class to `auto_map`, so all classes are listed here. This list
+        # replaces the list of a config that was loaded: a config from the Hub has its repository's name before each
+        # class ("owner/name--modeling_..."), and a copy that is saved elsewhere would still load its code from there.
+        with_lm_head = "modeling_normllava.NormLlavaForConditionalGeneration"
         self.auto_map = {
             "AutoConfig": "configuration_normllava.NormLlavaConfig",
             "AutoModel": "modeling_normllava.NormLlavaModel",
-            "AutoModelForCausalLM": with_head,  # text-only tools load a model with this class
-            "AutoModelForImageTextToText": with_head,
-            "AutoModelForMultimodalLM": with_head,
+            "AutoModelForCausalLM": with_lm_head,  # text-only tools load a model with this class
+            "AutoModelForImageTextToText": with_lm_head,
+            "AutoModelForMultimodalLM": with_lm_head,
         }
 
 

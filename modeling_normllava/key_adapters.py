@@ -33,6 +33,7 @@ class NormLlavaKeyAdapterConfig(NormLlavaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        # `NormLlavaConfig` says why all classes are listed.
         with_lm_head = "key_adapters.NormLlavaKeyAdapterForConditionalGeneration"
         self.auto_map = {
             "AutoConfig": "key_adapters.NormLlavaKeyAdapterConfig",
@@ -60,15 +61,15 @@ class KeyAdapter(nn.Module):
         weight = key_projection.weight
         self.scaling = config.key_adapter_alpha / rank
         self.dropout = nn.Dropout(config.key_adapter_dropout)
-        options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        self.down = nn.Parameter(torch.empty(2, rank, in_features, **options))  # A, which is filled below
-        self.up = nn.Parameter(torch.zeros(2, rank, key_projection.out_features, **options))  # B, transposed
-        self.gate_weight = nn.Parameter(torch.zeros(2, in_features, **options))  # w
-        self.gate_bias = nn.Parameter(torch.zeros(2, **options))  # c
+        like_weight: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        self.down = nn.Parameter(torch.empty(2, rank, in_features, **like_weight))  # A, which is filled below
+        self.up = nn.Parameter(torch.zeros(2, rank, key_projection.out_features, **like_weight))  # B, transposed
+        self.gate_weight = nn.Parameter(torch.zeros(2, in_features, **like_weight))  # w
+        self.gate_bias = nn.Parameter(torch.zeros(2, **like_weight))  # c
 
-        # A starts at random, as in LoRA. It is filled here, because for modules inside the decoder transformers calls
-        # the `_init_weights` of the decoder's class. (`from_pretrained` calls no `_init_weights` for key adapters: it
-        # refuses a checkpoint without their weights.)
+        # A starts at random, as in LoRA. It is filled here and not in `_init_weights` of a class in this file, because
+        # for modules inside the decoder transformers calls the `_init_weights` of the decoder's class.
+        # (`from_pretrained` calls no `_init_weights` for key adapters: it refuses a checkpoint without their weights.)
         bound = in_features**-0.5
         nn.init.uniform_(self.down, -bound, bound)
 
@@ -87,12 +88,12 @@ class KeyAdapter(nn.Module):
         modality_mask = torch.stack([~is_image_token, is_image_token], dim=-1)  # [..., 2]
         factors = self.scaling * gates * modality_mask  # [..., 2], 0 for the modality that a token doesn't have
 
-        # A h for both modalities, times the factors, of which one is 0.
+        # A h for both modalities, times their factors.
         both_downs = self.down.flatten(0, 1)  # [2 * rank, in_features]
         low_rank = nn.functional.linear(self.dropout(hidden_states), both_downs)  # [..., 2 * rank]
         low_rank = low_rank.unflatten(-1, (2, -1)) * factors[..., None]  # [..., 2, rank]
 
-        # The product adds up B A h of the two modalities.
+        # The product adds up B A h over both modalities. For each token, one of them was multiplied by 0.
         both_ups = self.up.flatten(0, 1)  # [2 * rank, out_features]
         return low_rank.flatten(-2) @ both_ups  # [..., out_features]
 
@@ -171,10 +172,11 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     a picture all tokens are text, as are all tokens that generation adds after the prompt.
 
     From embeddings without token ids the mask can't be made, so callers who give embeddings give the mask too.
-    (`generate` doesn't accept it.)
+    (`generate` accepts no mask.)
     """
     arguments = dict(kwargs)
-    for name, value in zip(("input_ids", "pixel_values"), args, strict=False):  # the arguments without a keyword
+    first_parameters = ("input_ids", "pixel_values")  # callers may give these without a keyword
+    for name, value in zip(first_parameters, args, strict=False):
         arguments[name] = value
     input_ids = arguments.get("input_ids")
     if input_ids is None or "visual_token_mask" in kwargs:
@@ -191,9 +193,9 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
 def hand_over_mask(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of an attention module: makes `visual_token_mask` an attribute of the hidden states.
 
-    The decoder and its layers pass the mask on as an argument, but `k_proj` takes the hidden states alone. On this way
-    every forward pass has its own mask, even when gradient checkpointing computes a layer again or another thread runs
-    the model at the same time.
+    The decoder and its layers pass the mask on as an argument, but `k_proj` takes the hidden states alone. Since the
+    mask belongs to the tensor and not to a module, every forward pass has its own mask, even when gradient
+    checkpointing computes a layer again or another thread runs the model at the same time.
     """
     hidden_states = args[0] if args else kwargs["hidden_states"]
     hidden_states.visual_token_mask = kwargs.pop("visual_token_mask", None)
@@ -206,7 +208,7 @@ class NormLlavaKeyAdapterModel(NormLlavaModel):
     config: NormLlavaKeyAdapterConfig
 
     def __init__(self, config: NormLlavaKeyAdapterConfig, *parts: nn.Module | None) -> None:
-        super().__init__(config, *parts)
+        super().__init__(config, *parts)  # `parts` are a vision tower and a language model, if they are given
         wrap_key_projections(self, config)
 
 

@@ -20,17 +20,18 @@ from transformers.utils.versions import require_version
 from .configuration_normllava import NormLlavaConfig
 
 
-# Older versions name the vision encoder's weights differently and would initialise it at random with only a warning.
+# Older versions name the vision encoder's weights differently. They would leave the encoder at random values, with no
+# more than a warning.
 require_version("transformers>=5.18", "NormLlava needs it: pip install -U transformers")
 
 # Lower bound of the mean gain that the gradient is divided by (δ in eq. 25).
 MIN_MEAN_GAIN = 1e-3
-# Checkpoint weights that a model may leave unused: the head, when the model without a head is loaded, and the norm,
-# when it is loaded with `projector_norm="none"`. They aren't listed in transformers' attribute
+# Weights of a checkpoint that may stay unused: the LM head's, when the model without an LM head is loaded, and the
+# norm's, when a model is loaded with `projector_norm="none"`. They aren't listed in transformers' attribute
 # `_keys_to_ignore_on_load_unexpected`, because vLLM drops what is listed there from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
-# Weights of a PEFT adapter, which an adapter's folder must have. Other keys that a loading report lists as missing
-# are the base model's weights, or the state of a quantized weight.
+# Names of a PEFT adapter's weights, which an adapter's folder must have. The other names that an adapter's loading
+# report lists as missing are those of the base model's weights, or of the state of a quantized weight.
 ADAPTER_WEIGHT = re.compile(r"\.lora_|\.modules_to_save\..*\.(weight|bias)$")
 # A part of the model, such as the vision tower; where it is `None`, the model builds it from the config.
 Part = nn.Module | None
@@ -55,11 +56,12 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_states, weight, bias, mean, rstd = ctx.saved_tensors
+        needed_gradients = ctx.needs_input_grad[:3]  # those of hidden_states, weight and bias
         compensated_weight = weight / weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad_output, hidden_states, weight.shape, mean, rstd, compensated_weight, bias, ctx.needs_input_grad[:3]
+            grad_output, hidden_states, weight.shape, mean, rstd, compensated_weight, bias, needed_gradients
         )
-        return grad_input, grad_weight, grad_bias, None
+        return grad_input, grad_weight, grad_bias, None  # `eps` has no gradient
 
 
 class Float32LayerNorm(nn.LayerNorm):
@@ -74,6 +76,8 @@ class Float32LayerNorm(nn.LayerNorm):
         self.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float32LayerNorm":
+        """Follow `to`, `half` and the like to another device, but not to a 16-bit dtype."""
+
         def keep_float32(tensor: torch.Tensor) -> torch.Tensor:
             applied = fn(tensor)
             if applied.dtype in (torch.float16, torch.bfloat16):
@@ -84,9 +88,10 @@ class Float32LayerNorm(nn.LayerNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden_states`; same shape and dtype out."""
-        # At least float32, and float64 where the input or the parameters are. Sharded training may cast the
-        # parameters to its compute dtype before this call, so they are cast to the common dtype too.
-        dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, self.weight.dtype), torch.float32)
+        # At least float32, and float64 where the input or the parameters are float64. Sharded training may cast the
+        # parameters to its compute dtype before this call, so they are cast here as the input is.
+        common_dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        dtype = torch.promote_types(common_dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), bias)
         return output.to(hidden_states.dtype)
@@ -173,10 +178,7 @@ def merge_patches(image_features: torch.Tensor, merge_size: int) -> torch.Tensor
 
 
 class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
-    """What the models with and without the head share.
-
-    This is the config, the norm's initialisation, and the check that a checkpoint fits.
-    """
+    """What the models with and without the LM head share: the norm's initialisation, and the check of a checkpoint."""
 
     config: NormLlavaConfig
     # Device maps and sharding keep the projector together, as one unit. In sharding all weights of a unit have one
@@ -196,7 +198,8 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
     def is_custom_code(cls) -> bool:
         """Return `False`, so that transformers treats this class as one of its own when it loads a checkpoint.
 
-        For custom code it would leave the buffers of modules without weights unfilled; Falcon-H1 has such modules.
+        For custom code transformers would leave the buffers of modules without weights unfilled; Falcon-H1 has such
+        modules.
         """
         return False
 
@@ -214,7 +217,8 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
 
         base_report = report
         if hasattr(model, "peft_config"):
-            # The folder holds a PEFT adapter, and the report is about the adapter alone: load its base for a report.
+            # The folder holds a PEFT adapter, and the report is about the adapter alone. So the base model is loaded
+            # once more, for a report about the base model.
             options = base_options(model, kwargs)
             _, base_report = load(model.name_or_path, *args, output_loading_info=True, **options)
 
@@ -243,20 +247,20 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
 def base_options(adapted_model: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The options for `from_pretrained` to load the base of an adapted model once more, only for its loading report.
 
-    Wherever possible they load no weights' data.
+    With them, no weights' data are loaded wherever that is possible.
 
     Args:
         adapted_model: A model that was loaded from an adapter's folder.
-        options: The options that it was loaded with.
+        options: The options that the adapted model was loaded with.
     """
-    # Otherwise transformers would look for an adapter in the base's folder.
+    # Without this option transformers would look for an adapter in the base's folder. There is no subfolder "none".
     no_adapter = {"adapter_kwargs": {"subfolder": "none"}}
     quantizer = getattr(adapted_model, "hf_quantizer", None)
     if quantizer is not None and quantizer.pre_quantized:
         # A checkpoint that was saved quantized can't be loaded without its data.
         return options | no_adapter
 
-    # Quantizing doesn't change which weights a checkpoint has.
+    # A checkpoint that is quantized only while it is loaded has the same weights' names without quantization.
     unquantized = {name: value for name, value in options.items() if name != "quantization_config"}
     return unquantized | no_adapter | {"device_map": "meta"}
 
@@ -279,12 +283,13 @@ def describe_misfit(report: dict[str, Any]) -> str | None:
 
 def describe_keys(keys: Collection[str]) -> str:
     """How many weights there are, the model's parts that they belong to, and the first weight's name."""
+    # A part is such as "vision_tower" of "model.vision_tower.encoder.layers.0.mlp.fc1.bias".
     parts = {key.removeprefix("model.").partition(".")[0] for key in keys}
     return f"{len(keys)} of {', '.join(sorted(parts))}, first {min(keys)!r}"
 
 
 class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
-    """Vision tower, projector with norm, and language model without its head."""
+    """Vision tower, projector with norm, and language model without its LM head."""
 
     def __init__(self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None) -> None:
         super(LlavaModel, self).__init__(config)  # skips LlavaModel.__init__, which builds the parts itself
@@ -295,9 +300,9 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
 
 
 class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForConditionalGeneration, GenerationMixin):
-    """NormLlava with the language-modelling head. Its forward pass and its generation are Llava's."""
+    """NormLlava with the language-modelling head (LM head). Its forward pass and its generation are Llava's."""
 
-    # The class of `self.model`, which is the model without the head.
+    # The class of `self.model`, which is the model without the LM head.
     _model_class: type[NormLlavaModel] = NormLlavaModel
 
     def __init__(

@@ -14,10 +14,11 @@ class NormLlavaProcessor(LlavaProcessor):
 
     The image processor resizes a picture to the grid of tiles that is nearest to the picture's shape. Each tile has
     the size that the vision encoder takes. If the grid has two tiles or more, the whole picture follows them as one
-    more tile, the thumbnail. In `pixel_values` the tiles of all pictures follow each other.
+    more tile, the thumbnail. In `pixel_values` the tiles of all pictures follow each other. The names of transformers
+    (`num_patches`, `num_image_patches`, `max_patches`) mean tiles by "patches".
 
-    In the prompt, one token stands for a picture. It is repeated once for every patch (or square of merged patches) of
-    all of the picture's tiles.
+    In the prompt, one image token stands for a picture. The processor writes it once for every patch of the vision
+    encoder (or square of merged patches), in all of the picture's tiles.
     """
 
     @property
@@ -29,10 +30,10 @@ class NormLlavaProcessor(LlavaProcessor):
         """The image tokens of one picture, as text.
 
         Args:
-            image_inputs: The image processor's output. Its `num_patches` are the numbers of tiles of each picture.
-            image_idx: The number of the picture.
+            image_inputs: The image processor's output. Its `num_patches` has the number of tiles of each picture.
+            image_idx: The picture's number among the pictures of the call, from 0.
         """
-        # All tiles have the same size, so the first tile tells how many image tokens each of them has.
+        # All tiles have the same size, so the first one (0) tells how many image tokens each of them has.
         tokens_of_tile = super().replace_image_token(image_inputs, 0, **kwargs)
         num_tiles = int(image_inputs["num_patches"][image_idx])
         return tokens_of_tile * num_tiles
@@ -44,16 +45,17 @@ class NormLlavaProcessor(LlavaProcessor):
 
         Args:
             image_sizes: Height and width of each picture, in pixels.
-            kwargs: Options of the image processor, such as `max_patches`, the largest number of tiles of a grid.
+            kwargs: Options of the image processor, such as `max_patches`, the largest number of tiles in a grid.
         """
         if not image_sizes:
             return MultiModalData()
 
         num_tiles = []
         for height, width in image_sizes:
-            num_tiles.append(self.image_processor.get_number_of_image_patches(height, width, kwargs))
+            tiles_of_picture = self.image_processor.get_number_of_image_patches(height, width, kwargs)
+            num_tiles.append(tiles_of_picture)
 
-        # Llava's processor counts the image tokens of a single tile. All tiles have as many.
+        # Llava's processor gives every picture the image tokens of one tile, so one picture is enough to ask for.
         (tokens_per_tile,) = super()._get_num_multimodal_tokens(image_sizes[:1]).num_image_tokens
         num_image_tokens = [tokens_per_tile * tiles for tiles in num_tiles]
         return MultiModalData(num_image_tokens=num_image_tokens, num_image_patches=num_tiles)

@@ -61,7 +61,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # no two run at the same time.
 IN_ONE_WORKER = ("test_distributed.py", "test_kill.py", "test_serving.py", "test_space.py")
 
-# The sizes of the random backbones. A vision encoder makes 2 x 2 patches of a picture, since 28 / 14 is 2.
+# The sizes of the random backbones. The vocabulary has room for 256 bytes and the special tokens. A vision encoder
+# makes 2 x 2 patches of a picture, since 28 / 14 is 2.
 TEXT_SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "vocab_size": 320,
@@ -74,7 +75,10 @@ VISION_SIZES = {
 
 @dataclass(frozen=True)
 class TextFamily:
-    """A family of language models: its classes, and its tokenizer's special tokens."""
+    """A family of language models: its classes, and its tokenizer's special tokens.
+
+    `other_tokens` are special tokens of its chat format, and tokens that it leaves unused.
+    """
 
     config_class: type
     model_class: type
@@ -117,7 +121,8 @@ TEXT_FAMILIES = {
         other_tokens=("<start_of_turn>", "<pad>", "<unused0>"),
         pad_token="<pad>",
     ),
-    # As in Llama 2 and Vicuna, there is no unused special token that could mark pictures: composing has to add one.
+    # As in Llama 2 and Vicuna, there is no unused special token that could be the image token, so composing has to add
+    # one.
     "vicuna": TextFamily(LlamaConfig, LlamaForCausalLM, bos_token="<s>", eos_token="</s>"),
 }
 VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")
@@ -166,7 +171,8 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
         return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
 
     if family == "dinov2":
-        # DINOv2's processor on the Hub crops pictures to fewer pixels than the model was trained at, as here.
+        # DINOv2's processor on the Hub crops pictures to fewer pixels than the model was trained at. So does this one,
+        # to 14 instead of 28.
         processor = BitImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 14, "width": 14})
         return Dinov2Model(Dinov2Config(**VISION_SIZES)), processor
 
@@ -216,8 +222,8 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         model.save_pretrained(path)
         processor.save_pretrained(path)
         if family == "vicuna":
-            # Vicuna's own file: it samples without saying `do_sample`. transformers reads such a file, but refuses to
-            # write it.
+            # Like Vicuna's own file, this one has options of sampling without `do_sample`. transformers reads such a
+            # file, but refuses to write it.
             (path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
         return path
 
@@ -251,7 +257,7 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
             spatial_merge_size=spatial_merge_size,
             max_tiles=max_tiles,
         )
-        if key_adapter_rank:
+        if key_adapter_rank:  # 0 stands for no key adapters
             model = add_key_adapters(model, key_adapter_rank, alpha=2 * key_adapter_rank, dropout=0.05)
         model.save_pretrained(path)
         processor.save_pretrained(path)
@@ -307,7 +313,7 @@ def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTraine
 
 @pytest.fixture(scope="session")
 def harness_python() -> Path:
-    """The Python of the environment with the evaluation harnesses. If the environment is missing, it is made."""
+    """The Python of the environment with the evaluation harnesses, which is made if it is missing."""
     root = Path(__file__).parents[1]
     make = ["make", ".venv-evaluation/installed", f"PYTHON={sys.executable}"]
     installed = subprocess.run(make, cwd=root, capture_output=True, text=True)

@@ -42,7 +42,7 @@ PACKAGES_OF_EXTRA = {
     "evaluation": ("evaluation",),
     "release": ("hub_cards",),
 }
-# For each extra, the distributions (a name that pip installs is one) that are needed, though our code doesn't import
+# For each extra, the distributions (what pip installs under a name) that are needed, though our code doesn't import
 # them: transformers imports Pillow for pictures and bitsandbytes for quantized weights, lmms-eval imports filelock,
 # and lm-eval is run as a command.
 NOT_IMPORTED = {"": {"pillow"}, "train": {"bitsandbytes"}, "evaluation": {"filelock", "lm-eval"}}
@@ -66,7 +66,7 @@ def imports_by_module(package: str) -> dict[str, set[str]]:
 
 
 def imported_names(node: ast.AST, package: str) -> set[str]:
-    """The names that a statement in a module of a package imports: of modules, and of what is in them."""
+    """The names of modules, and of what is in them, that a statement in a module of `package` imports."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):
@@ -136,7 +136,7 @@ def installed_by(extra: str) -> set[str]:
 
 
 def needed_by(packages: Sequence[str]) -> set[str]:
-    """The distributions whose modules some of our packages import."""
+    """The distributions whose modules these packages of ours import."""
     top_level_names = set()
     for package in packages:
         for module, names in imports_by_module(package).items():
@@ -147,7 +147,8 @@ def needed_by(packages: Sequence[str]) -> set[str]:
     distributions = packages_distributions()  # such as {"PIL": ["pillow"]}
     needed = set()
     for name in top_level_names - LEVEL_OF.keys() - sys.stdlib_module_names:
-        # A distribution that isn't installed here is taken to have the name of its module.
+        # A distribution that isn't installed here is taken to have the name of its module. If several distributions
+        # have the module, the first one counts.
         distribution_names = distributions.get(name, [name])
         needed.add(canonicalize_name(distribution_names[0]))
     return needed

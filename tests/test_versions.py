@@ -1,7 +1,7 @@
 """Runs the tests that depend most on transformers and TRL with other versions of both.
 
-These versions are the lowest that pyproject.toml allows for training, and the newest of all. If the newest is higher
-than pyproject.toml allows for training, a failure says only that the limit is right.
+These versions are the lowest that pyproject.toml allows for training, and the newest that pip finds. If the newest is
+higher than pyproject.toml allows for training, a failure says only that pyproject.toml's limit is right.
 """
 
 import json
@@ -22,7 +22,7 @@ TESTS = [
     "tests/training/test_sft.py",
     "tests/training/test_resume.py::test_a_resumed_run_gives_the_weights_of_an_unbroken_one",
 ]
-# A program that prints the versions, as in "transformers==5.18.0 trl==1.16.0".
+# A program that prints both versions, such as "transformers==5.18.0 trl==1.16.0".
 PRINT_VERSIONS = "import transformers as t, trl; print(f'transformers=={t.__version__} trl=={trl.__version__}')"
 
 
@@ -32,8 +32,8 @@ def run_pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def install_beside(folder: Path, *requirements: str) -> None:
     """Install into a folder those distributions that the requirements need and this environment doesn't have."""
-    # A download shows whether pip reaches an index of packages. Without one, it would take the installed versions for
-    # the newest.
+    # A download shows whether pip reaches an index of packages. Without an index, pip would take the installed
+    # versions for the newest.
     download = run_pip("download", "--quiet", "--no-deps", "--dest", str(folder / "download"), "trl")
     if download.returncode != 0:
         pytest.skip(f"pip can't download trl: {download.stderr.splitlines()[-1]}")
@@ -82,7 +82,8 @@ def test_the_tests_pass_with_other_versions(
     versions = printed.stdout.strip()
     for requirement in requirements:
         assert requirement in versions  # such as "trl==1.16", or "trl" for the newest
-    result = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    no_cache = ("-p", "no:cacheprovider")  # so that this run doesn't replace the outer run's list of failed tests
+    result = run_python("-m", "pytest", "-q", *no_cache, *TESTS)
     with capsys.disabled():
         print(f"\n{versions}: {result.stdout.splitlines()[-1]}")  # noqa: T201 - shows which versions were tested
     assert result.returncode == 0, result.stdout

@@ -50,7 +50,7 @@ def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json"
 
 
 def row_tokenizer(model_folder: Path, **options: Any) -> RowTokenizer:
-    """A tokenizer of rows with a model's processor and chat template, and with these options of `RowTokenizer`."""
+    """A `RowTokenizer` with a model's processor and chat template, and with these further options."""
     processor = AutoProcessor.from_pretrained(model_folder)
     return RowTokenizer(processor, processor.chat_template, **options)
 
@@ -62,7 +62,7 @@ def check_rows(
     bad_rows: Literal["error", "skip"] = "error",
     num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
-    """Check and tokenize rows as training does.
+    """Check and tokenize rows as training does. The arguments are those of `tokenize_rows` and `keep_good_rows`.
 
     Returns:
         The good rows with their tokens, and the fingerprint of their content.

@@ -21,7 +21,7 @@ from row_files import COLOUR, turns, write_json, write_pictures
 
 # A conversation about one picture, as turns in LLaVA's layout.
 ASKED = turns("<image>\nWhat?", "A dog.")
-# The parts of its question in chat messages. The picture is in a column of the row.
+# The parts of the question of `ASKED` in chat messages. The picture itself is in a column of the row.
 PICTURE_PART = {"type": "image"}
 TEXT_PART = {"type": "text", "text": "What?"}
 
@@ -90,10 +90,10 @@ def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
             embedded_row["images"] = [picture] * len(row["images"])
         embedded_rows.append(embedded_row)
 
-    columns: dict[str, list[Any]] = {}
+    names: list[str] = []
     for row in embedded_rows:
-        for name in row:
-            columns[name] = [other_row.get(name) for other_row in embedded_rows]
+        names += [name for name in row if name not in names]
+    columns = {name: [row.get(name) for row in embedded_rows] for name in names}
     path = folder / "train.parquet"
     pq.write_table(pa.table(columns), path)
     return path
@@ -272,15 +272,19 @@ def test_what_would_train_something_else_is_a_bad_row(tmp_path: Path, problem: s
 
 @pytest.mark.parametrize("column", ["messages", "texts"])
 def test_a_question_without_a_text_is_a_bad_row(tmp_path: Path, column: str) -> None:
-    columns = {"messages": [message("user", None), ANSWER], "texts": [{"user": None, "assistant": "A dog."}]}
-    path = write_json(tmp_path, [{"image": "a.png", column: columns[column]}])
+    turns_without_question = {
+        "messages": [message("user", None), ANSWER],
+        "texts": [{"user": None, "assistant": "A dog."}],
+    }
+    path = write_json(tmp_path, [{"image": "a.png", column: turns_without_question[column]}])
     (row,) = load_rows(str(path), str(tmp_path / "pictures"))
     with pytest.raises(BadRowError, match="turn 0 is not"):
         check_row(row)
 
 
 def test_what_nothing_reads_is_named_with_its_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # Nothing reads the empty fields, nor `id` and `source`, but only `caption` holds something that might be missed.
+    # `id` and `source` are known to hold nothing to learn, and empty fields hold nothing at all. So only `caption` is
+    # named, for the rows in which it has a text.
     row = {"id": 1, "source": "web", "image": "a.png", "caption": "", "boxes": [], "conversations": ASKED}
     rows = [row | {"caption": "a dog"}, row | {"caption": "two dogs"}, row]
     json_file = write_json(tmp_path, rows)
@@ -288,7 +292,7 @@ def test_what_nothing_reads_is_named_with_its_count(tmp_path: Path, caplog: pyte
     for path in (json_file, parquet_file):
         caplog.clear()
         load_rows(str(path), str(tmp_path / "pictures"))
-        load_rows(str(path), str(tmp_path / "pictures"))  # from the cache, with the same warning again
+        load_rows(str(path), str(tmp_path / "pictures"))  # from the cache, but with the same warning
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert warnings == [f"{path}: nothing reads `caption`, which has content in 2 of 3 rows"] * 2
 
@@ -307,7 +311,7 @@ def test_what_nothing_reads_inside_turns_is_named() -> None:
 
 @pytest.mark.parametrize("text", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', "[]"], ids=["boxes", "empty"])
 def test_a_json_list_without_roles_is_a_text(text: str) -> None:
-    """Answers about boxes are such lists."""
+    """Such a list can be an answer, as where a model is asked for boxes, and not the messages of a conversation."""
     row = read_row({"prompt": text, "completion": text})
     assert row["conversations"] == turns(text, text)
 
@@ -327,7 +331,7 @@ def test_messages_as_json_text_are_messages() -> None:
     assert row["conversations"] == expected
 
 
-def test_if_a_turn_has_two_fields_for_the_same_the_filled_field_is_read() -> None:
+def test_of_two_fields_for_the_same_the_one_with_content_is_read() -> None:
     question = {"from": "", "role": "user", "value": "", "content": "What?"}
     answer = {"from": "gpt", "role": "", "value": "A dog.", "content": ""}
     row = read_row({"conversations": [question, answer]})
@@ -345,13 +349,13 @@ def test_empty_pictures_are_no_pictures(tmp_path: Path, streaming: bool) -> None
     write_pictures(tmp_path)
     picture = embedded_picture(tmp_path)
     empty = {"bytes": None, "path": None}
-    # For each row, the entries of its column `images`.
-    entries = [[picture, None], [None], [empty], [], None, [picture, picture]]
+    # For each row, what its column `images` holds, and how many pictures that are.
+    column = [[picture, None], [None], [empty], [], None, [picture, picture]]
     num_pictures = [1, 0, 0, 0, 0, 2]
     picture_type = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     columns = {
-        "images": pa.array(entries, pa.list_(picture_type)),
-        "messages": [[message("user", "What?"), ANSWER]] * len(entries),
+        "images": pa.array(column, pa.list_(picture_type)),
+        "messages": [[message("user", "What?"), ANSWER]] * len(column),
     }
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table(columns), path)
@@ -363,7 +367,7 @@ def test_empty_pictures_are_no_pictures(tmp_path: Path, streaming: bool) -> None
 
 
 def messages_with_picture(folder: Path) -> list[dict[str, Any]]:
-    """A question that holds the bytes of the folder's a.png, and its answer."""
+    """Messages of a question that holds the bytes of the folder's a.png, and of an answer."""
     picture_part = {"type": "image", "text": None, "image": embedded_picture(folder)}
     return [message("user", [picture_part]), message("assistant", [TEXT_PART])]
 
@@ -396,7 +400,7 @@ def test_pictures_both_in_a_column_and_inside_messages_are_refused(tmp_path: Pat
 
 
 def test_a_malformed_turn_that_json_cannot_hold_is_a_bad_row(tmp_path: Path) -> None:
-    """A turn with an unknown role is kept as it is. JSON can't hold the bytes in this turn."""
+    """The turn with the unknown role "tool" is kept as it is, though JSON can't hold the bytes in it."""
     bytes_part = {"type": "image", "text": None, "image": {"bytes": b"?", "path": None}}
     text_part = {"type": "text", "text": "Hi.", "image": None}
     messages = [[message("tool", [bytes_part])], [message("user", [text_part])]]
@@ -473,8 +477,9 @@ def test_a_first_shard_whose_pictures_are_all_null_does_not_set_the_types(tmp_pa
     with_picture = pa.table({"image": [embedded_picture(tmp_path)], "conversations": [ASKED]})
     pq.write_table(without_pictures, shards / "train-00000-of-00002.parquet")
     pq.write_table(with_picture, shards / "train-00001-of-00002.parquet")
-    folder_and_pattern = (str(shards), f"{shards}/*.parquet")
-    for name in folder_and_pattern:
+    folder = str(shards)
+    pattern = f"{shards}/*.parquet"
+    for name in (folder, pattern):
         for streaming in (False, True):
             rows = list(load_rows(name, streaming=streaming))
             assert [len(open_images(row)) for row in rows] == [0, 0, 1]
@@ -539,7 +544,7 @@ def test_a_json_mapping_may_hold_the_list_of_rows(tmp_path: Path) -> None:
 
 
 def test_a_json_mapping_may_be_a_row(tmp_path: Path) -> None:
-    """The row's `conversations` are a list of mappings too, but not of rows."""
+    """The list `conversations` in this mapping is a list of turns, and not of rows."""
     row = {"conversations": turns("Hi.", "Hello.")}
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
     assert len(load_rows(str(tmp_path / "data.jsonl"))) == 1
@@ -555,7 +560,7 @@ def test_pictures_beside_turns_are_not_copied(tmp_path: Path) -> None:
     assert isinstance(rows, datasets.Dataset)
 
     # The cache holds the copy of the parquet file that datasets always makes, and the turns, which are small. A second
-    # copy of the pictures would double its size.
+    # copy of the pictures would make the cache twice as large.
     pictures_size = num_rows * picture.stat().st_size
     cache_size = sum(Path(file["filename"]).stat().st_size for file in rows.cache_files)
     assert cache_size < 1.2 * pictures_size
@@ -570,6 +575,7 @@ def test_turns_are_read_again_after_a_change_of_the_code(tmp_path: Path, monkeyp
     # Now `read_row` returns other turns, and the hash of its file has changed.
     changed_turns = turns("<image>\nNew?", "Yes.")
     changed_row = {"images": [], "conversations": changed_turns, "problem": None, "unread": []}
+    # Each call returns a copy, since the caller changes the row.
     monkeypatch.setattr("conversations.columns.read_row", lambda fields: dict(changed_row))
     monkeypatch.setattr("conversations.columns.hash_files", lambda folder, pattern: {"layouts.py": "changed"})
     (new_row,) = load_rows(str(path))
@@ -583,7 +589,7 @@ def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:
     for row in load_rows(str(path), str(tmp_path / "pictures")):
         with pytest.raises(BadRowError) as error:
             check_row(row)
-        assert len(str(error.value)) < 600  # far shorter than the texts
+        assert len(str(error.value)) < 600  # the beginning of the text and its length, not all of it
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])

@@ -26,7 +26,7 @@ WITHOUT_PICTURE = turns("Hello.", "Hello to you.")
 
 
 def check_and_open(rows: Any) -> list[PILImage.Image]:
-    """Check rows with `check_row`, and return the pictures of all of them."""
+    """Check each row with `check_row`, and return the pictures of all rows."""
     images = []
     for row in rows:
         check_row(row)
@@ -35,7 +35,7 @@ def check_and_open(rows: Any) -> list[PILImage.Image]:
 
 
 def write_parquet(folder: Path, shard: int = 0, **columns: Any) -> Path:
-    """Write a parquet file, which is a shard of the dataset in `folder`, and return the folder."""
+    """Write a parquet file with these columns, as one shard of the dataset in `folder`, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), folder / f"train-{shard:05d}.parquet")
     return folder
@@ -191,8 +191,8 @@ def test_an_unreadable_file_is_named_with_the_cause(tmp_path: Path, content: byt
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet", "stream"])
-def test_a_bug_of_ours_is_no_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """A ValueError in our own code isn't reported as a fault of the rows."""
+def test_a_bug_in_this_repository_is_no_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A ValueError of `read_row` isn't reported as a fault of the rows."""
     # No other test has these rows. Otherwise they could come from the cache, without being read.
     path = write_json(tmp_path, [{"conversations": turns("Is this row cached?", "No.")}])
     if kind != "json":
@@ -204,6 +204,7 @@ def test_a_bug_of_ours_is_no_users_error(tmp_path: Path, monkeypatch: pytest.Mon
     for module in ("columns", "json_files", "loading"):
         monkeypatch.setattr(f"conversations.{module}.read_row", fail)
     is_stream = kind == "stream"
+    # `datasets` wraps an error that is raised while it reads JSON rows into a DatasetGenerationError.
     with pytest.raises((ValueError, DatasetGenerationError)) as error:
         list(load_rows(str(path), streaming=is_stream))
     assert not isinstance(error.value, UserError)
@@ -302,9 +303,10 @@ def test_the_fingerprint_of_a_json_file_changes_with_its_content_alone(tmp_path:
 
 
 def test_the_fingerprint_of_a_dataset_on_the_hub_changes_with_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    fingerprints = []
-    for commit in ("a", "b"):
+    def fingerprint_at(commit: str) -> str:
         builder = SimpleNamespace(hash=commit)  # what `datasets` would get from the Hub
-        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, builder=builder: builder)
-        fingerprints.append(stream_fingerprint("me/data", config=None, split="train"))
-    assert fingerprints[0] != fingerprints[1]
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
+        return stream_fingerprint("me/data", config=None, split="train")
+
+    assert fingerprint_at("a") == fingerprint_at("a")
+    assert fingerprint_at("a") != fingerprint_at("b")

@@ -29,13 +29,13 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tokenize(composed: Callable[..., Path]) -> RowTokenizer:
-    """A tokenizer of rows, which refuses rows of more than 200 tokens."""
+    """A `RowTokenizer` that refuses rows of more than 200 tokens."""
     return row_tokenizer(composed(), max_length=200)
 
 
 @dataclass
 class Calls:
-    """What was done since the last `clear`.
+    """Which rows were tokenized and opened since the last `clear`.
 
     Attributes:
         tokenized: The numbers of the rows that were tokenized.
@@ -71,7 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def row_number(row: Row) -> str:
-    """The number that ends a row's source, which is such as "data.json, row 3"."""
+    """The number at the end of a row's source: "3" of "data.json, row 3"."""
     return row["source"].rpartition(" ")[2]
 
 
@@ -143,7 +143,7 @@ def test_without_skip_the_first_bad_row_is_named(tmp_path: Path, mixed_rows: Pat
 
 
 def test_two_processes_give_the_fingerprint_of_one(tmp_path: Path, tokenize: RowTokenizer) -> None:
-    blank_answer = "   "  # of a bad row
+    blank_answer = "   "  # makes its row a bad row
     path = write_rows(tmp_path, "a", "b", blank_answer, "d")
     check = RowCheck(tokenize)
     _, with_one_process = check_rows(read_rows(path), check, tmp_path / "bad.jsonl", "skip")
@@ -206,7 +206,7 @@ def change_template(tokenize: RowTokenizer) -> None:
 
 
 def change_vision_encoder(tokenize: RowTokenizer) -> None:
-    tokenize.tokens_per_tile += 1
+    tokenize.tokens_per_tile += 1  # an encoder with other patches makes another number of image tokens
 
 
 @pytest.mark.parametrize("change", [change_max_length, change_vocabulary, change_template, change_vision_encoder])
@@ -259,7 +259,7 @@ def test_pictures_are_opened_again_if_their_file_has_changed(tmp_path: Path, tok
     # The file 1.png is torn too, but keeps its size. Only its modification time is another.
     torn_of_same_size = torn + b"\0" * (len(encoded) - len(torn))
     (pictures / "1.png").write_bytes(torn_of_same_size)
-    os.utime(pictures / "1.png", (1, 1))  # a second after 1970 began, so another time even if the clock is coarse
+    os.utime(pictures / "1.png", (1, 1))  # in 1970; the time of writing may be the old one if the clock is coarse
     assert bad_row_numbers() == [1, 2]
 
     (pictures / "1.png").unlink()
@@ -279,8 +279,8 @@ def test_a_fault_of_the_disk_is_not_kept_as_a_problem_of_the_row(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with monkeypatch.context() as disk_fault:
-        disk_fault.setattr("conversations.pictures.to_rgb", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr("conversations.pictures.to_rgb", fail)
         with pytest.raises(BadRowError, match=r"data.json, row 0: image .*0.png can't be read .*Input/output error"):
             read_and_tokenize(path, check)
     # Without the fault, the same rows are good.

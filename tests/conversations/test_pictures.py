@@ -49,7 +49,7 @@ def test_a_picture_is_turned_upright(tmp_path: Path) -> None:
 
 
 def black_dot(mode: str, background: tuple[int, ...]) -> PILImage.Image:
-    """A picture of 8 x 8 pixels, one of which is black and opaque."""
+    """A picture of 8 x 8 pixels: one is black and opaque, and the others have the background's colour."""
     picture = PILImage.new(mode, (8, 8), background)
     ImageDraw.Draw(picture).point((2, 3), fill="black")
     return picture
@@ -76,8 +76,9 @@ def test_transparent_pixels_of_a_grey_picture_become_white(tmp_path: Path) -> No
 def test_a_faint_pixel_is_mixed_with_white(tmp_path: Path) -> None:
     a_fifth_opaque = 255 // 5
     four_fifths_white = 255 * 4 // 5
-    PILImage.new("RGBA", (1, 1), (0, 0, 0, a_fifth_opaque)).save(tmp_path / "faint.png")
-    assert open_one(tmp_path / "faint.png").getpixel((0, 0)) == (four_fifths_white,) * 3
+    PILImage.new("RGBA", (1, 1), (0, 0, 0, a_fifth_opaque)).save(tmp_path / "faint.png")  # a black pixel
+    red_green_blue = (four_fifths_white, four_fifths_white, four_fifths_white)
+    assert open_one(tmp_path / "faint.png").getpixel((0, 0)) == red_green_blue
 
 
 def test_a_png_with_much_text_is_read(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, name: str) -> No
 
 
 def encoded_noise() -> bytes:
-    """A JPEG of noise, which can't be compressed well. So half of the file lacks part of the picture."""
+    """A JPEG of noise. Noise can't be compressed well, so the first half of the file lacks a part of the picture."""
     file = BytesIO()
     PILImage.effect_noise((64, 64), 50).save(file, "jpeg")
     return file.getvalue()

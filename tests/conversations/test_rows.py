@@ -17,12 +17,13 @@ from conversations.rows import BadRowError, check_row, control_token_pattern, to
 from row_files import COLOUR, GOOD_ROWS, turns, write_json, write_pictures
 
 
+# A conversation about one picture.
 ASKED = turns("<image>\nWhat?", "A dog.")
 
 
 def test_marks_become_image_parts_in_their_place() -> None:
     image = {"type": "image"}
-    (question, _) = to_messages({"conversations": turns("<image>\nWhat?", "A dog.")})
+    (question, _) = to_messages({"conversations": ASKED})
     assert question["content"] == [image, {"type": "text", "text": "What?"}]
     (question, _) = to_messages({"conversations": turns("<image> and\n<image>", "Two.")})
     assert question["content"] == [image, {"type": "text", "text": " and"}, image]
@@ -44,7 +45,7 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("message", BAD_ROWS)
 def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> None:
-    """`<|image_pad|>` stands for all control tokens."""
+    """The only control token here is `<|image_pad|>`."""
     bad_row = {"conversations": ASKED} | BAD_ROWS[message]
     path = write_json(tmp_path, [GOOD_ROWS[1], bad_row])
     good, bad = load_rows(str(path), str(tmp_path / "pictures"))
@@ -64,7 +65,7 @@ def test_an_empty_name_is_no_picture(tmp_path: Path) -> None:
 
 
 def test_a_workers_error_about_a_bad_row_keeps_its_type_and_message() -> None:
-    # A data loader wraps an error in its worker's process, and raises it anew in the main process.
+    # A data loader wraps a worker's error with `ExceptionWrapper`, and raises it anew in the main process.
     try:
         raise BadRowError("data.json, row 1", "broken")
     except BadRowError:
@@ -93,7 +94,7 @@ def test_text_that_would_become_a_control_token_is_refused(family: str, composed
         with pytest.raises(BadRowError, match=f"turn 1 {problem}"):
             check_row(text_row("Say it.", f"It is{token}"), pattern)
 
-    # These only resemble control tokens.
+    # These texts only resemble control tokens.
     harmless_text = "if a < b: print('<b>|end|</b>', im_end, '</ s>', '<|im_end>', '< image_pad>')"
     check_row(text_row(harmless_text, harmless_text), pattern)
 

@@ -22,8 +22,10 @@ from modeling_normllava.key_adapters import KeyAdapter
 from training.add_key_adapters import add_key_adapters, main
 
 
+# Settings of the key adapters.
 RANK = 4
 ALPHA = 6.0
+# Families of language models.
 FAMILIES = ("qwen2", "gemma3")
 
 
@@ -73,7 +75,8 @@ def updates_by_formula(adapter: KeyAdapter, states: torch.Tensor, is_image_token
         m = int(is_image)  # the modality: 0 for text, 1 for image
         gate = 1 / (1 + torch.exp(-(adapter.gate_weight[m] @ h + adapter.gate_bias[m])))
         low_rank = adapter.down[m] @ h  # A_m h
-        updates.append(ALPHA / RANK * gate * (adapter.up[m].T @ low_rank))
+        up = adapter.up[m].T  # B_m, which the adapter stores transposed
+        updates.append(ALPHA / RANK * gate * (up @ low_rank))
     batch_size, sequence_length, _ = states.shape
     return torch.stack(updates).reshape(batch_size, sequence_length, -1)
 
@@ -88,8 +91,10 @@ def test_new_adapters_change_nothing(composed: Callable[..., Path], picture: Ima
     answer = plain_model.generate(**inputs, max_new_tokens=5, do_sample=False)
 
     adapted_model = add_key_adapters(plain_model, RANK, ALPHA, dropout=0.5)
-    assert torch.equal(adapted_model.train()(**inputs).logits, logits)
-    assert torch.equal(adapted_model.eval()(**inputs).logits, logits)
+    adapted_model.train()
+    assert torch.equal(adapted_model(**inputs).logits, logits)
+    adapted_model.eval()
+    assert torch.equal(adapted_model(**inputs).logits, logits)
     assert torch.equal(adapted_model.generate(**inputs, max_new_tokens=5, do_sample=False), answer)
 
 
@@ -104,7 +109,7 @@ def test_the_matrix_a_of_new_adapters_is_not_zero(composed: Callable[..., Path])
 def test_a_checkpoint_without_adapters_is_refused(composed: Callable[..., Path]) -> None:
     """Otherwise the adapters' weights would be uninitialised."""
     fields = NormLlavaConfig.from_pretrained(composed()).to_dict()
-    del fields["model_type"]  # the other class has its own
+    del fields["model_type"]  # NormLlavaKeyAdapterConfig has its own
     config = NormLlavaKeyAdapterConfig(**fields)
     with pytest.raises(ValueError, match=r"Weights missing: .* of language_model"):
         NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(composed(), config=config)
@@ -114,7 +119,7 @@ def test_keys_and_gradients_follow_the_formula(model: NormLlavaForConditionalGen
     projection = model.double().model.language_model.layers[0].self_attn.k_proj
     states = torch.randn(2, 5, 32, dtype=torch.double, requires_grad=True)  # the decoder's hidden_size is 32
     is_image_token = torch.rand(2, 5) < 0.5
-    states.visual_token_mask = is_image_token  # as `hand_over_mask` does it
+    states.visual_token_mask = is_image_token  # as the hook `hand_over_mask` sets it in a model
     keys = projection(states)
     expected_keys = projection.base(states) + updates_by_formula(projection.key_adapter, states, is_image_token)
     torch.testing.assert_close(keys, expected_keys, rtol=1e-13, atol=1e-13)
@@ -135,16 +140,16 @@ def test_a_padded_batch_has_its_image_tokens_marked(
     folder = composed(text=family)
     model = load_with_random_adapters(folder)
     processor = AutoProcessor.from_pretrained(folder)
-    batch = inputs_for(processor, [[picture], [picture, picture], []], ["Say.", "What is this picture of?", "Text."])
-    is_image_token = batch["input_ids"] == model.config.image_token_id
+    inputs = inputs_for(processor, [[picture], [picture, picture], []], ["Say.", "What is this picture of?", "Text."])
+    is_image_token = inputs["input_ids"] == model.config.image_token_id
     assert is_image_token.sum(1).tolist() == [4, 8, 0]  # 4 image tokens for each picture
 
-    calls: list[Any] = []  # module, arguments and output of each call of a `k_proj`
+    calls: list[Any] = []  # for each call of a `k_proj`: module, arguments and output
     layers = model.model.language_model.layers
     for layer in layers:
         layer.self_attn.k_proj.register_forward_hook(lambda *call: calls.append(call))
     with torch.no_grad():
-        model(**batch)
+        model(**inputs)
     assert len(calls) == len(layers)
     for projection, (states,), keys in calls:
         assert torch.equal(states.visual_token_mask, is_image_token)
@@ -163,7 +168,7 @@ def test_all_ways_to_give_pictures_and_tokens_give_the_same_states(
     is_image_token = input_ids == model.config.image_token_id
     mask = {"visual_token_mask": is_image_token}
 
-    # What the model makes of its inputs on the way to the decoder.
+    # What the model itself makes of token ids and pictures before it calls the decoder.
     text_embeddings = model.get_input_embeddings()(input_ids)
     encoder_outputs = {"image": model.get_image_features(pixel_values, return_dict=True)}
     image_embeddings = torch.cat(encoder_outputs["image"].pooler_output)  # [num_image_tokens, hidden_size]
@@ -244,18 +249,20 @@ def test_gradients_are_the_same_with_checkpointing(
     model.train()
     for layer in model.model.language_model.layers:
         layer.self_attn.k_proj.key_adapter.dropout.p = 0.3
-    first = inputs_for(processor, [[picture], []], ["What is this picture of?", "Text."])
-    # The same sequences backwards, so that their image tokens are at other places.
-    second = first | {"input_ids": first["input_ids"].flip(1), "attention_mask": first["attention_mask"].flip(1)}
+    batch = inputs_for(processor, [[picture], []], ["What is this picture of?", "Text."])
+    # The same sequences backwards, so that their image tokens have other positions.
+    reversed_batch = dict(batch)
+    for name in ("input_ids", "attention_mask"):
+        reversed_batch[name] = batch[name].flip(1)
 
     def compute_gradients() -> dict[str, torch.Tensor]:
         model.zero_grad()
         torch.manual_seed(0)  # the same dropout each time
-        # Both forward passes come before the backward pass, in which checkpointing computes the layers of both again,
-        # each with its own mask.
-        first_loss = model(**first, labels=first["input_ids"]).loss
-        second_loss = model(**second, labels=second["input_ids"]).loss
-        (first_loss + second_loss).backward()
+        # Both forward passes come before the backward pass. In the backward pass checkpointing computes the layers of
+        # both again, and must give each its own mask.
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        reversed_loss = model(**reversed_batch, labels=reversed_batch["input_ids"]).loss
+        (loss + reversed_loss).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
     expected = compute_gradients()
@@ -265,7 +272,7 @@ def test_gradients_are_the_same_with_checkpointing(
     for name, gradient in expected.items():
         torch.testing.assert_close(with_checkpointing[name], gradient, msg=name)
 
-    # All parts of the adapters were used, those for text tokens and those for image tokens.
+    # The adapters were used for text tokens and for image tokens: no row of their parameters has a gradient of zeros.
     for name, gradient in expected.items():
         if ".key_adapter." in name:
             assert gradient.abs().amax(-1).min() > 0, name
@@ -306,7 +313,7 @@ def test_the_command_adds_adapters_and_changes_no_weight(composed: Callable[...,
     assert model.dtype == torch.bfloat16
     assert model.config.key_adapter_alpha == 6
     assert model.config.key_adapter_dropout == 0.1
-    # The wrapped projections are k_proj.base now.
+    # The projections that `start` has as k_proj are k_proj.base now.
     weights = {name.replace("k_proj.base.", "k_proj."): weight for name, weight in model.state_dict().items()}
     for name, weight in start.state_dict().items():
         assert torch.equal(weights[name], weight)

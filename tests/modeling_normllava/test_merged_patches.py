@@ -14,7 +14,7 @@ IMAGE_TOKEN_ID = 31
 
 
 def make_config(spatial_merge_size: int) -> NormLlavaConfig:
-    """The config of a tiny Llama with a CLIP that makes 6 x 6 patches of a picture of 24 x 24 pixels."""
+    """The config of a tiny Llama with a CLIP encoder that makes 6 x 6 patches of a picture of 24 x 24 pixels."""
     vision = CLIPVisionConfig(
         hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=24, patch_size=4,
     )  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_saved_model_gives_the_same_logits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = NormLlavaForConditionalGeneration(make_config(spatial_merge_size=2)).eval()
     image_tokens = [IMAGE_TOKEN_ID] * 9  # 6 x 6 patches make 9 squares of 2 x 2
-    input_ids = torch.tensor([[1, *image_tokens, 5, 6]])
+    input_ids = torch.tensor([[1, *image_tokens, 5, 6]])  # BOS, the picture, and two tokens of text
     pixel_values = torch.randn(1, 3, 24, 24)
     expected = model(input_ids=input_ids, pixel_values=pixel_values).logits
 

@@ -71,7 +71,10 @@ def test_an_unknown_norm_is_refused() -> None:
 
 
 def new_norm(model: NormLlavaForConditionalGeneration, **fields: Any) -> torch.nn.LayerNorm:
-    """The norm of a new model with the parts of `model` and these fields of the config. Its hidden size is 32."""
+    """The norm of a new model that is built like `model`, but with these fields of the config.
+
+    A token has 32 units.
+    """
     config = NormLlavaConfig(vision_config=model.config.vision_config, text_config=model.config.text_config, **fields)
     return NormLlavaForConditionalGeneration(config).model.multi_modal_projector.norm
 
@@ -81,10 +84,11 @@ def test_the_gain_starts_so_that_tokens_have_the_target_norm(
     model: NormLlavaForConditionalGeneration, projector_norm: str
 ) -> None:
     norm = new_norm(model, projector_norm=projector_norm, projector_norm_target=0.8)
-    # A token of 32 units of size 1 has the norm √32.
+    # LayerNorm gives the 32 units of a token a size of about 1, and so the token a norm of √32. The gain scales this.
     torch.testing.assert_close(norm.weight, torch.full((32,), 0.8 / 32**0.5))
     assert not norm.bias.any()
-    assert isinstance(norm, GlobalWeightCompensatedLayerNorm) == (projector_norm == "gwc")
+    is_compensated = isinstance(norm, GlobalWeightCompensatedLayerNorm)
+    assert is_compensated == (projector_norm == "gwc")
 
 
 def test_without_a_target_the_gain_starts_at_1(model: NormLlavaForConditionalGeneration) -> None:
@@ -126,6 +130,7 @@ def test_loading_never_touches_the_gain(model: NormLlavaForConditionalGeneration
     for loaded in (
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path),
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        # A new norm would start at this target.
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path, projector_norm_target=5.0),
     ):
         norm = loaded.model.multi_modal_projector.norm
@@ -194,7 +199,12 @@ def test_a_missing_lm_head_is_refused_by_the_class_that_has_one(composed: Callab
 @pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight"])
 def test_a_weight_that_the_model_lacks_is_refused(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
     """The model's head has no bias, and its decoder's layers are 0 and 1."""
-    folder = copy_with_changed_weights(composed(), tmp_path / "more", lambda weights: {**weights, name: torch.ones(3)})
+
+    def add_weight(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**weights, name: torch.ones(3)}  # of any size
+
+    folder = copy_with_changed_weights(composed(), tmp_path / "more", add_weight)
+    # NormLlavaModel has no "model." before the names of its weights.
     named_weight = re.escape(name.removeprefix("model."))
     for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):
         with pytest.raises(ValueError, match=f"unexpected: 1 of .*{named_weight}"):
@@ -242,9 +252,9 @@ def test_a_batch_is_answered_like_its_rows_alone(
     images = [[picture], [picture, turned_picture], []]
     texts = ["Say.", "What is this picture of?", "A text alone."]
 
-    def answer(images: list[list[Image.Image]], texts: list[str], **options: object) -> torch.Tensor:
-        """The tokens of the answers: `(num_rows, 6)`."""
-        inputs = inputs_for(processor, images, texts)
+    def answer(images_of_rows: list[list[Image.Image]], texts_of_rows: list[str], **options: object) -> torch.Tensor:
+        """The tokens of the answers to a batch of rows: `(num_rows, 6)`."""
+        inputs = inputs_for(processor, images_of_rows, texts_of_rows)
         prompt_length = inputs["input_ids"].shape[1]
         output = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, **options)
         return output[:, prompt_length:]
@@ -255,9 +265,9 @@ def test_a_batch_is_answered_like_its_rows_alone(
     assert torch.equal(answer(images, texts, cache_implementation="static"), expected)
 
 
-# A program that loads a model's folder, saves the model into another folder, and loads that, without this repository.
-# The names of both folders are its arguments. In the second folder it leaves logits.pt, the logits of the model for
-# `messages`.
+# A program that loads a model's folder, saves the model into another folder, and loads the other folder, all without
+# this repository. The program's arguments are the names of both folders. In the second folder it leaves logits.pt, the
+# model's logits for `messages`.
 FRESH_PROCESS = """
 import sys
 from importlib.abc import MetaPathFinder
@@ -284,12 +294,12 @@ logits = {}
 for folder in (source, again):
     # Every auto class loads the right class of the folder's code.
     assert AutoConfig.from_pretrained(folder, **options).model_type.startswith("normllava")
-    headless = AutoModel.from_pretrained(folder, **options)
+    headless = AutoModel.from_pretrained(folder, **options)  # the model without its LM head
     headless_class = type(headless).__name__
     assert headless_class in ("NormLlavaModel", "NormLlavaKeyAdapterModel")
     for auto_class in (AutoModelForCausalLM, AutoModelForMultimodalLM):
-        with_head = auto_class.from_pretrained(folder, **options)
-        assert type(with_head).__name__ == headless_class.replace("Model", "ForConditionalGeneration")
+        with_lm_head = auto_class.from_pretrained(folder, **options)
+        assert type(with_lm_head).__name__ == headless_class.replace("Model", "ForConditionalGeneration")
 
     model = AutoModelForImageTextToText.from_pretrained(folder, **options)
     processor = AutoProcessor.from_pretrained(folder, **options)
@@ -317,6 +327,7 @@ def test_a_saved_folder_loads_without_this_repository(
     source = composed(vision="clip", max_tiles=max_tiles)
     again = tmp_path / "again"
     command = [sys.executable, "-c", FRESH_PROCESS, str(source), str(again)]
+    # Python imports from the working directory first, so this is not the repository's root.
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     auto_map = json.loads((again / "config.json").read_text())["auto_map"]

@@ -54,7 +54,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return (error.norm() / expected.norm()).item()
 
 
-def assert_gradients_are_the_papers(
+def assert_gradients_are_those_of_the_paper(
     norm: GlobalWeightCompensatedLayerNorm, x: torch.Tensor, grad_output: torch.Tensor
 ) -> None:
     """Compare `paper_gradients` with the gradients that a backward pass has left in a float64 norm and its input."""
@@ -64,13 +64,13 @@ def assert_gradients_are_the_papers(
     assert relative_error(norm.bias.grad, bias_gradient) < 1e-15
 
 
-@pytest.mark.parametrize("gain", [1.0, 0.0134, 1e-5], ids=["large", "usual", "below δ"])
-def test_gradients_are_the_papers(gain: float) -> None:
+@pytest.mark.parametrize("gain", [1.0, 0.0134, 1e-5], ids=["large", "usual", "below δ = 0.001"])
+def test_gradients_are_those_of_the_paper(gain: float) -> None:
     norm = make_norm(gain, torch.float64)
-    x = (30 * torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)).requires_grad_()  # a standard deviation of 30
+    x = (30 * torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)).requires_grad_()  # a standard deviation far from 1
     grad_output = torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)
     norm(x).backward(grad_output)
-    assert_gradients_are_the_papers(norm, x, grad_output)
+    assert_gradients_are_those_of_the_paper(norm, x, grad_output)
 
 
 def test_a_frozen_norm_gives_the_same_input_gradient() -> None:
@@ -98,18 +98,18 @@ def test_second_derivatives_are_right() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradients_are_the_papers_under_checkpointing(use_reentrant: bool) -> None:
+def test_gradients_under_checkpointing_are_those_of_the_paper(use_reentrant: bool) -> None:
     norm = make_norm(dtype=torch.float64)
     x = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True)
     grad_output = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64)
     checkpoint(norm, x, use_reentrant=use_reentrant).backward(grad_output)
-    assert_gradients_are_the_papers(norm, x, grad_output)
+    assert_gradients_are_those_of_the_paper(norm, x, grad_output)
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)]
 )
-def test_gradients_of_low_precision_inputs_are_the_papers(dtype: torch.dtype, tolerance: float) -> None:
+def test_gradients_of_low_precision_inputs_are_those_of_the_paper(dtype: torch.dtype, tolerance: float) -> None:
     norm = make_norm().to(dtype)
     assert torch.equal(norm.weight, make_norm().weight)  # the gain stays float32, unrounded
     x = (30 * torch.randn(64, HIDDEN_SIZE)).to(dtype).requires_grad_()

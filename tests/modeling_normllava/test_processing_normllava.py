@@ -11,13 +11,14 @@ from transformers import AutoImageProcessor, AutoProcessor
 from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaProcessor
 
 
-TILE = 28  # pixels of a side; the encoder makes 2 x 2 patches of a tile, so that a tile has four image tokens
-# Width and height of a picture, and its number of tiles where a grid has six at most.
+TILE = 28  # the side of a tile, in pixels
+TOKENS_PER_TILE = 4  # the vision encoder makes 2 x 2 patches of a tile
+# The number of tiles of pictures by their width and height, if a picture is cut into six tiles at most.
 NUM_TILES = {
     (TILE, TILE): 1,  # a square is left whole
     (2 * TILE, TILE): 3,  # two tiles and the thumbnail
     (TILE, 3 * TILE): 4,  # three tiles and the thumbnail
-    (300, 210): 7,  # nearest to 3 x 2 tiles, and the thumbnail
+    (300, 210): 7,  # 3 x 2 tiles, whose shape is the nearest, and the thumbnail
 }
 
 
@@ -29,7 +30,7 @@ def folder(composed: Callable[..., Path]) -> Path:
 
 def make_picture(size: tuple[int, int]) -> Image.Image:
     """A picture of noise, so that no two tiles are alike."""
-    return Image.effect_noise(size, 80).convert("RGB")
+    return Image.effect_noise(size, sigma=80).convert("RGB")
 
 
 @pytest.mark.parametrize(("size", "num_tiles"), NUM_TILES.items(), ids=str)
@@ -42,7 +43,7 @@ def test_a_picture_has_the_image_tokens_of_all_its_tiles(folder: Path, size: tup
     assert len(inputs["pixel_values"]) == num_tiles
     features = torch.cat(list(model.model.get_image_features(inputs["pixel_values"]).pooler_output))
     num_written = (inputs["input_ids"] == model.config.image_token_id).sum()
-    assert num_written == len(features) == 4 * num_tiles
+    assert num_written == len(features) == TOKENS_PER_TILE * num_tiles
 
     width, height = size
     counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
@@ -53,13 +54,13 @@ def test_a_picture_has_the_image_tokens_of_all_its_tiles(folder: Path, size: tup
 def test_each_picture_of_a_prompt_has_its_own_number_of_tokens(folder: Path) -> None:
     processor = AutoProcessor.from_pretrained(folder)
     sizes = list(NUM_TILES)
-    text = ";".join([processor.image_token] * len(sizes))
+    text = ";".join([processor.image_token] * len(sizes))  # ";" shows where a picture's tokens end
     inputs = processor(images=[make_picture(size) for size in sizes], text=text)
 
     (input_ids,) = inputs["input_ids"]
-    runs = processor.tokenizer.decode(input_ids).split(";")
-    tokens_of_pictures = [run.count(processor.image_token) for run in runs]
-    assert tokens_of_pictures == [4 * num_tiles for num_tiles in NUM_TILES.values()]
+    text_of_pictures = processor.tokenizer.decode(input_ids).split(";")
+    num_tokens = [picture_text.count(processor.image_token) for picture_text in text_of_pictures]
+    assert num_tokens == [TOKENS_PER_TILE * num_tiles for num_tiles in NUM_TILES.values()]
     # The model takes tokens and pixels, and would refuse the number of tiles.
     assert set(inputs) == {"input_ids", "attention_mask", "pixel_values"}
 
@@ -72,7 +73,7 @@ def test_tiles_are_parts_of_the_picture_and_the_thumbnail_is_all_of_it(
     picture = make_picture((2 * TILE, TILE))  # already of the grid's size
     left, right, thumbnail = processor.image_processor(picture, return_tensors="pt")["pixel_values"]
 
-    # The encoder's own image processor, for pictures that aren't cut, gives the same pixels.
+    # The encoder's own image processor, which doesn't cut pictures, gives the same pixels for the parts.
     left_half = picture.crop((0, 0, TILE, TILE))
     right_half = picture.crop((TILE, 0, 2 * TILE, TILE))
     expected = encoder_processor([left_half, right_half, picture], return_tensors="pt")["pixel_values"]
@@ -81,10 +82,12 @@ def test_tiles_are_parts_of_the_picture_and_the_thumbnail_is_all_of_it(
 
 def test_a_caller_can_leave_pictures_whole(folder: Path) -> None:
     processor = AutoProcessor.from_pretrained(folder)
-    inputs = processor(images=make_picture((300, 210)), text=processor.image_token, max_patches=1)
+    width, height = 300, 210  # cut into tiles, unless the caller limits them to one
+    inputs = processor(images=make_picture((width, height)), text=processor.image_token, max_patches=1)
     assert len(inputs["pixel_values"]) == 1
-    assert len(inputs["input_ids"][0]) == 4
-    assert processor._get_num_multimodal_tokens([(210, 300)], max_patches=1).num_image_tokens == [4]
+    assert len(inputs["input_ids"][0]) == TOKENS_PER_TILE
+    counts = processor._get_num_multimodal_tokens([(height, width)], max_patches=1)
+    assert counts.num_image_tokens == [TOKENS_PER_TILE]
 
 
 def test_without_pictures_nothing_is_counted(folder: Path) -> None:

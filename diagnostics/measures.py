@@ -1,7 +1,7 @@
-"""Measures norms up to the decoder, how layers turn tokens, attention to the picture, and the projector's norm.
+"""Measures norms up to the decoder, how layers turn tokens, attention to the picture, and the projector's norm module.
 
-Sources: "The Unseen Bias" (arXiv 2512.08374), Tables 1 to 3 and 5, Fig. 1b, 3 to 5, App. G. Every measure returns rows
-of [`~diagnostics.table`], and is defined on the report's page.
+Sources: "The Unseen Bias" (arXiv 2512.08374), Tables 1 to 3 and 5, Fig. 1b, 3 to 5, App. G. Every function that
+measures returns rows of [`~diagnostics.table`]. The report's page defines each measure.
 """
 
 from collections.abc import Sequence

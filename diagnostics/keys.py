@@ -60,7 +60,7 @@ def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.Dat
 
 
 class Points(NamedTuple):
-    """Keys or values of one layer, for as many image tokens as text tokens of each picture: `n` tokens of each modality.
+    """Keys or values of one layer, for as many image tokens as text tokens of each picture, `n` of each over all.
 
     Attributes:
         visual: Keys or values of image tokens, `(n, num_heads, head_dim)`.
@@ -163,8 +163,8 @@ def make_set_pairs(num_pictures: int, rng: np.random.Generator) -> AllSetPairs:
     # A half needs at least two pictures, because only pairs of tokens from different pictures count.
     half_size = num_pictures // 2
     num_splits = HALVES if half_size > 1 else 0
-    # For each split, a random rank of each picture. The pictures with the lowest ranks are the first half, the next are
-    # the second half. With an odd number of pictures, the picture with the last rank is in neither half.
+    # For each split, a random rank of each picture. The pictures with the lowest ranks are the first half, the next
+    # pictures are the second half. With an odd number of pictures, the picture with the last rank is in neither half.
     ranks = np.zeros((num_splits, num_pictures), dtype=int)
     for split in range(num_splits):
         ranks[split] = rng.permutation(num_pictures)
@@ -233,7 +233,7 @@ def _measure_layer(layer: int, points: Points, set_pairs: AllSetPairs) -> pd.Dat
 def kernel_matrix(points: np.ndarray) -> np.ndarray:
     """MMD's kernel between each two tokens, `(num_tokens, num_tokens)`.
 
-    For the keys x and y of two tokens, the kernel is the mean of exp(-‖x-y‖²/(s σ²)) over the bandwidths s, where σ² is the
+    For the keys x and y of two tokens, the kernel is the mean of exp(-‖x-y‖²/(s σ²)) over the bandwidths s. σ² is the
     mean of ‖x-y‖² over all pairs of different tokens.
 
     Args:
@@ -277,7 +277,7 @@ def unbiased_mmd(kernel: np.ndarray, groups: np.ndarray, picture_of_group: np.nd
     token_pair_counts = np.outer(group_sizes, group_sizes) * are_compared
 
     def mean_kernel(sets_a: np.ndarray, sets_b: np.ndarray) -> np.ndarray:
-        """Mean kernel between set a and set b of each pair, `(num_pairs,)`. Sets are masks `(num_pairs, num_groups)`."""
+        """Mean kernel between set a and set b of each pair, `(num_pairs,)`, from masks `(num_pairs, num_groups)`."""
         # For each pair, both are sums over all groups of set a and all groups of set b.
         total_kernel = ((sets_a @ kernel_sums) * sets_b).sum(axis=1)
         total_count = ((sets_a @ token_pair_counts) * sets_b).sum(axis=1)

@@ -116,8 +116,8 @@ def _ids_after_prompt(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     prompt_ids = tokenizer(prompt_text, add_special_tokens=False).input_ids
     conversation_ids = tokenizer(conversation_text, add_special_tokens=False).input_ids
 
-    ids_of_prompt_length = conversation_ids[: len(prompt_ids)]
-    if ids_of_prompt_length != prompt_ids:
+    ids_at_beginning = conversation_ids[: len(prompt_ids)]
+    if ids_at_beginning != prompt_ids:
         return []
     return conversation_ids[len(prompt_ids) :]
 

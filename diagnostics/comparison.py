@@ -327,7 +327,7 @@ def collect_notes(records: Sequence[Record]) -> list[str]:
 def join_results(
     results: Mapping[str, ModelResults], questions: Questions, data_name: str, command: str
 ) -> Comparison:
-    """The comparison of the models whose results these are, by name of the model."""
+    """The comparison of some models, from the results of each model by its name."""
     report = Report(
         command=command,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},

@@ -27,7 +27,7 @@ class InterfaceHooks(ExitStack):
     - `"projector_output"`: output of the projector
     - `"decoder"`: input of the decoder's first layer
     - `"before_mlp"`: the first layer's input plus the output of its attention; only if a norm module is before the MLP
-    - `"after_mlp"`: output of the first layer, which is `"before_mlp"` plus the output of the MLP
+    - `"after_mlp"`: output of the first layer
 
     The function gets the tensor that the forward pass uses, `(..., width)`. It is called every time that the model
     computes the tensor, and so again where gradient checkpointing recomputes it in the backward pass.

@@ -60,7 +60,7 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
     # A decoder that multiplies its input multiplies image and text tokens alike. The norms of embeddings are
     # multiplied by the same factor, so that they can be compared with norms at the decoder.
     scale = input_scale(torch.cat(text_norms), torch.cat(embedded_norms))
-    # The mean norm of all text embeddings, which the paper gives to image tokens.
+    # The mean norm of all text embeddings. The paper gives image tokens this norm.
     target = text_norm_target(scale * vocabulary)
     image_means = mean_by_sample(image_norms)
     text_means = mean_by_sample(text_norms)
@@ -167,7 +167,7 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
     if not layers:
         return None
 
-    # For each measure, the shares of each picture; for each picture, the share in each layer.
+    # By measure, a list with an entry for each picture. An entry is a list of the shares in each layer.
     shares: dict[str, list[list[float]]] = {
         "attention": [],
         "attention_even": [],

@@ -217,7 +217,7 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     if len(models) == 2:
         frames[DIFFERENCE] = paired_difference(models[0].name, models[1].name, rows)
 
-    # What each column shows if it has no value of a measure. Some measures have no difference at all.
+    # What each column shows if it has no value of a measure. Many measures have no difference, so its column is empty.
     without_value = dict.fromkeys(frames, "–")
     if DIFFERENCE in frames:
         without_value[DIFFERENCE] = ""

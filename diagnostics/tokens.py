@@ -191,7 +191,7 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     count.
 
     Args:
-        layer_norms: Norms of each of the `L` layers' input, and then of the last layer's output, `(L + 1, S)`.
+        layer_norms: Norms of the input of each of the `L` layers, and then of the last layer's output, `(L + 1, S)`.
         tokens: Types in which sinks still count as image or text tokens.
     """
     is_sink = torch.zeros_like(tokens.visual)

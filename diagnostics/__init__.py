@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 
+# Type checkers and editors read these imports. When the program runs, `__getattr__` imports the same names.
 if TYPE_CHECKING:
     from diagnostics.attention_maps import attention_map
     from diagnostics.comparison import Comparison, compare, measure, sweep
@@ -22,4 +23,5 @@ def __getattr__(name: str) -> Any:
 
     if name == "attention_map":
         return attention_maps.attention_map
+    # All other names of `__all__` are defined in `comparison`.
     return getattr(comparison, name)

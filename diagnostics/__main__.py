@@ -3,8 +3,8 @@
     python -m diagnostics --model llava-hf/llava-1.5-7b-hf --data questions.json --output_dir report/
 
 `--data` is what training takes (LLaVA's JSON or JSONL, a dataset on disk or on the Hub) or a folder of pictures. The
-command writes `report.html`, `report.json`, `report.csv`, `rows.csv`, `key_map.csv` and figures. With `--sweep` it
-also writes `sweep.csv`.
+command writes the page `report.html`, its content as `report.json`, the tables `report.csv`, `rows.csv` and
+`key_map.csv`, and figures. With `--sweep` it also writes the table `sweep.csv`.
 """
 
 import argparse
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sweep=args.sweep,
         attention_word=args.attention_map,
     )
-    # Each comparison has one model more than the last. The report is saved after each model, so that it is kept if the
-    # next model fails.
+    # Models are measured one by one, and each comparison has one model more than the one before it. The report is
+    # saved after each model, so that there is a report even if the next model fails.
     for comparison in comparisons:
         add_weights_fingerprints(comparison, args.model).save(args.output_dir)
 
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--model",
         nargs="+",
         required=True,
-        help="folders or Hub ids, compared side by side; of two, also the difference",
+        help="folders or Hub ids, compared side by side; for two models also their difference",
     )
     add("--names", nargs="+", help="the models' names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
@@ -95,7 +95,7 @@ def choose_names(parser: argparse.ArgumentParser, args: argparse.Namespace) -> l
 
 
 def check_processors(args: argparse.Namespace) -> None:
-    """Check that every model takes pictures, before hours are spent on measuring the first model.
+    """Check that every model takes pictures, so that no hours are spent on the first model if a later one takes none.
 
     Raises:
         UserError: if a model takes no pictures.
@@ -110,12 +110,10 @@ def check_processors(args: argparse.Namespace) -> None:
 
 
 def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, Any]]:
-    """Load one model at a time, and yield its name in the report, the model and its processor.
-
-    No variable of this function holds the model, because that would keep the model in memory while the next one loads.
-    """
+    """Load one model at a time, and yield its name in the report, the model and its processor."""
     for model_name_or_path, name in zip(args.model, names, strict=True):
         logger.info("Loading %s ...", model_name_or_path)
+        # No variable holds what `load_model` returns, because it would keep this model in memory while the next loads.
         yield name, *load_model(model_name_or_path, **model_options(args))
 
 
@@ -127,7 +125,7 @@ def add_weights_fingerprints(comparison: Comparison, models: Sequence[str]) -> C
         models: Folder or Hub id of every model, in the order in which they are measured.
     """
     model_reports = []
-    # Some models may not be measured yet. They come last, and have no report.
+    # Models that are not measured yet have no report. They come last, and `strict=False` leaves them out.
     for model_report, model_name_or_path in zip(comparison.report.models, models, strict=False):
         fingerprint = weights_fingerprint(Path(model_name_or_path))  # `None` for a model on the Hub
         model_reports.append(replace(model_report, weights=fingerprint))

@@ -43,7 +43,7 @@ def encode_prompts(processor: Any, prompts: list[Prompt]) -> Any:
         processor: The model's processor, or a tokenizer if no prompt has a picture.
         prompts: The questions.
     """
-    # `apply_chat_template` of a tokenizer takes `padding` directly, that of a processor inside `processor_kwargs`.
+    # A tokenizer's `apply_chat_template` takes `padding` directly. A processor's takes it inside `processor_kwargs`.
     options: dict[str, Any] = {"padding": True}
     if isinstance(processor, ProcessorMixin):
         options = {"processor_kwargs": {"padding": True}}
@@ -69,7 +69,7 @@ def answer_prompts(
         processor: The model's processor, or a tokenizer if no prompt has a picture. It has to pad on the left.
         prompts: The questions.
         title: Text of the progress bar.
-        max_new_tokens: Length at which an answer is cut off.
+        max_new_tokens: Number of tokens at which an answer is cut off. The default leaves room for a few words.
     """
     answers: list[str] = []
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
@@ -92,8 +92,10 @@ def answer_ids(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     tokenizer = getattr(processor, "tokenizer", processor)  # `processor` may itself be a tokenizer
     ids = _ids_after_prompt(processor, prompt, answer)
     end = _find_special_token(tokenizer, ids)
-    if end is not None and tokenizer.decode(ids[:end]).strip() == answer:
-        return ids[: end + 1]
+    if end is not None:
+        written_answer = tokenizer.decode(ids[:end]).strip()
+        if written_answer == answer:
+            return ids[: end + 1]
     return tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
 
 
@@ -114,8 +116,8 @@ def _ids_after_prompt(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     prompt_ids = tokenizer(prompt_text, add_special_tokens=False).input_ids
     conversation_ids = tokenizer(conversation_text, add_special_tokens=False).input_ids
 
-    ids_of_prompt_length = conversation_ids[: len(prompt_ids)]
-    if ids_of_prompt_length != prompt_ids:
+    ids_at_beginning = conversation_ids[: len(prompt_ids)]
+    if ids_at_beginning != prompt_ids:
         return []
     return conversation_ids[len(prompt_ids) :]
 
@@ -159,7 +161,7 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
 
 @torch.no_grad()
 def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """For each answer, the log-probabilities of the whole vocabulary at the place of each of the answer's tokens.
+    """For each answer, the log-probabilities of the whole vocabulary at the position of each of the answer's tokens.
 
     Args:
         model: The model.
@@ -176,7 +178,7 @@ def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[
     cache = copy.deepcopy(state.cache)  # the model adds to it
     try:
         cache.batch_repeat_interleave(len(answers))
-    except AttributeError as error:  # The cache of a layer without attention can't be repeated.
+    except AttributeError as error:  # A layer without attention has a cache that can't be repeated.
         raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
 
     # The model reads all tokens of an answer except the last, because what follows the last token doesn't matter. It
@@ -184,19 +186,20 @@ def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[
     longest = max(len(answer) for answer in answers)
     padded_length = max(2, longest)
     padded_answers = torch.zeros(len(answers), padded_length, dtype=torch.long, device=model.device)
-    for padded_answer, answer in zip(padded_answers, answers, strict=True):
-        padded_answer[: len(answer)] = torch.tensor(answer)
+    for index, answer in enumerate(answers):
+        padded_answers[index, : len(answer)] = torch.tensor(answer)
 
-    # No attention mask is given. It isn't needed: padding comes after the answer, and tokens attend only to earlier
-    # tokens. And decoders with positions in three axes (Qwen2-VL) take no mask together with a cache.
+    # No attention mask is given, because decoders with positions in three axes (Qwen2-VL) take no mask together with a
+    # cache. None is needed: padding comes after the answer, and tokens attend only to earlier tokens.
     logits = model(input_ids=padded_answers[:, :-1], past_key_values=cache).logits
     log_probabilities = logits.float().log_softmax(dim=-1)  # [num_answers, padded_length - 1, vocab_size]
 
     distributions_by_answer = []
-    for answer, for_next_token in zip(answers, log_probabilities, strict=True):
-        for_first_token = state.first_log_probabilities[None]  # [1, vocab_size]
-        for_later_tokens = for_next_token[: len(answer) - 1]
-        distributions_by_answer.append(torch.cat([for_first_token, for_later_tokens]))
+    for answer, log_probabilities_of_answer in zip(answers, log_probabilities, strict=True):
+        of_first_token = state.first_log_probabilities[None]  # [1, vocab_size]
+        # Row i is what the model predicts after token i, so it holds the log-probabilities of token i + 1.
+        of_later_tokens = log_probabilities_of_answer[: len(answer) - 1]
+        distributions_by_answer.append(torch.cat([of_first_token, of_later_tokens]))
     return distributions_by_answer
 
 
@@ -219,7 +222,7 @@ def likeliest(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequ
     best_index = -1
     best_score = -torch.inf
     for chunk in order.split(CHUNK_SIZE):
-        highest_possible_score = first_scores[chunk[0]]
+        highest_possible_score = first_scores[chunk[0]]  # `order` descends, so no answer from here on can score more
         if highest_possible_score < best_score:
             break
 

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-# Names of the submodule of an attention module that returns the keys as they are before rotation. An attention module
-# with a norm of its keys applies `k_proj` first and the norm after it, so the names of norms are looked up first.
+# Names that an attention module may give the submodule that returns the keys before rotation. The names of norms come
+# first: if there is a norm of the keys, it is applied after `k_proj`, and its output is what is rotated.
 KEYS_MODULES = ("k_norm", "k_layernorm", "k_proj")
 
 
 class AttentionCalls(ExitStack):
-    """Records the attention of a decoder's layers until the context is left or closed.
+    """Records the attention of a decoder's layers over one sample of `S` tokens, until the context is left or closed.
 
     At every call, an attention module of transformers looks up its attention function by name, `"sdpa"`. While the
     context is open, this name stands for a function that records its arguments and then calls transformers' own.
@@ -36,7 +36,7 @@ class AttentionCalls(ExitStack):
         layers: The layers to record, by number.
         queries: Positions of the queries, `(num_queries,)`.
         key_positions: Positions of the keys and values that are kept, `(num_kept,)`.
-        length: Number of tokens of the sample, `S`.
+        length: The number `S` of tokens of the sample.
     """
 
     def __init__(
@@ -90,13 +90,18 @@ class AttentionCalls(ExitStack):
                 self.callback(handle.remove)
 
     def _see_keys(self, attention: nn.Module, keys_module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        """A forward hook of the keys module of `attention`, which keeps the keys until `_record` takes them."""
         self._projected_keys[attention] = output.detach()[0]  # the batch has one sample
 
     def _replace_attention(self) -> None:
         """Let the name `"sdpa"` stand for `_attend` until the context is left."""
         self._transformers_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attend
-        self.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, "sdpa", self._transformers_sdpa)
+        self.callback(self._restore_attention)
+
+    def _restore_attention(self) -> None:
+        """Let the name `"sdpa"` stand for transformers' own function again."""
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = self._transformers_sdpa
 
     def _attend(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' sdpa, and record the call if a watched layer attends from all tokens to all tokens."""
@@ -143,15 +148,15 @@ def find_keys_module(attention: nn.Module) -> nn.Module | None:
 
 
 def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> torch.Tensor | None:
-    """Keys before rotation, `(num_heads, S, head_dim)`; `None` if they are not known.
+    """Keys before rotation, `(num_key_value_heads, S, head_dim)`; `None` if they are not known.
 
     Rotation keeps the norm of each key. So if the norms of `projected` and `rotated` differ, `projected` is not what
     was rotated.
 
     Args:
-        projected: What the keys module returned, `(num_heads, S, head_dim)`, `(S, num_heads, head_dim)` or
-            `(S, num_heads * head_dim)`; `None` if the keys module wasn't called.
-        rotated: Keys after rotation, as the attention function gets them, `(num_heads, S, head_dim)`.
+        projected: What the keys module returned, `(num_key_value_heads, S, head_dim)`, `(S, num_key_value_heads,
+            head_dim)` or `(S, num_key_value_heads * head_dim)`; `None` if the keys module wasn't called.
+        rotated: Keys after rotation, as the attention function gets them, `(num_key_value_heads, S, head_dim)`.
     """
     if projected is None or projected.numel() != rotated.numel():
         return None
@@ -159,14 +164,15 @@ def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> to
     if projected.shape == rotated.shape:
         keys = projected
     else:
-        num_heads, length, head_dim = rotated.shape
-        keys = projected.reshape(length, num_heads, head_dim).transpose(0, 1)  # [num_heads, S, head_dim]
+        num_key_value_heads, length, head_dim = rotated.shape
+        keys = projected.reshape(length, num_key_value_heads, head_dim).transpose(0, 1)
 
+    # Both are [num_key_value_heads, S].
     norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     norms_after = torch.linalg.vector_norm(rotated, dim=-1, dtype=torch.float32)
 
-    # Rounding changes the norms by a few eps of the keys' dtype; in float32, 1e-3 is ample. The tolerance is relative
-    # to a key's norm plus the mean norm, so that it isn't 0 for a key whose norm is near 0.
+    # Rounding changes a norm by a few eps of the keys' dtype. In float32 that is next to nothing, so at least 1e-3 is
+    # allowed. The tolerance is relative to the key's norm plus the mean norm, so that it isn't 0 for a key near 0.
     relative_tolerance = max(8 * torch.finfo(rotated.dtype).eps, 1e-3)
     tolerance = relative_tolerance * (norms_after + norms_after.mean())
     has_same_norm = (norms_before - norms_after).abs() <= tolerance  # False where a norm is infinite or NaN
@@ -180,7 +186,7 @@ def attention_of_queries(
     query_positions: torch.Tensor,
     scaling: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention probabilities of chosen queries as transformers' sdpa computes them, and the keys that they see.
+    """Attention probabilities of chosen queries as transformers' sdpa computes them, and the keys each query sees.
 
     Args:
         query: `(1, num_heads, S, head_dim)`.
@@ -206,13 +212,14 @@ def attention_of_queries(
     # In each case, `visible` is [1 or num_heads, num_queries, S].
     if mask is None:
         key_positions = torch.arange(keys.shape[1], device=query.device)
-        visible = (key_positions <= query_positions[:, None])[None]
+        is_earlier_or_same = key_positions <= query_positions[:, None]  # [num_queries, S]
+        visible = is_earlier_or_same[None]
     elif mask.dtype == torch.bool:
         visible = mask[0][:, query_positions]
     else:
         addends = mask[0][:, query_positions]
         scores = scores + addends.float()
-        # What is added to hide a key is the dtype's lowest number, or about that if several masks were summed.
+        # To hide a key, about the dtype's lowest number is added. Half of it tells hidden keys from visible ones.
         visible = addends > torch.finfo(mask.dtype).min / 2
 
     probabilities = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)

@@ -36,8 +36,8 @@ MAX_PICTURES = 3
 COLOURS = "YlOrRd"
 # Opacity of the strongest attention in a drawing. The opacity of no attention is 0.
 MAX_OPACITY = 0.8
-# The scale of colours ends at this quantile of all patches' attention. If the scale ended at the largest attention, a
-# single patch with massive attention would leave all other patches without colour.
+# The scale of colours ends at this quantile of the attention to all patches. If the scale ended at the largest
+# attention, a single patch with massive attention would leave all other patches without colour.
 SCALE_QUANTILE = 0.99
 
 
@@ -181,7 +181,8 @@ def map_attention(
     chosen = choose_layers(len(decoder.layers), layers, count=NUM_LAYERS)
 
     input_ids = inputs["input_ids"][0].cpu()  # [S]
-    image_positions = (input_ids == image_token_id(model)).nonzero()[:, 0]
+    is_image_token = input_ids == image_token_id(model)
+    image_positions = is_image_token.nonzero()[:, 0]  # [num_image_tokens]
     num_rows, num_columns = find_grid(model, inputs.get("pixel_values"), len(image_positions))
     word_positions = find_word(processor.tokenizer, input_ids, image_positions, word)
 
@@ -238,7 +239,7 @@ def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_ima
     is_one_picture = len(shape) == 4 and shape[0] == 1
     if is_one_picture and patch_size is not None:
         _, _, height, width = shape
-        patch_height, patch_width = np.broadcast_to(patch_size, 2).tolist()
+        patch_height, patch_width = np.broadcast_to(patch_size, 2).tolist()  # a single number stands for both
         num_rows = height // patch_height
         num_columns = width // patch_width
         if num_rows * num_columns == num_image_tokens:
@@ -271,7 +272,8 @@ def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Te
     if match is None:
         raise DiagnosticsError(f'"{word}" is not in the text after the picture: "{text.strip()}"')
 
-    # A token that shares a character with the match is one of the word's tokens.
+    # A token that shares a character with the match is one of the word's tokens. `token_start` and `token_end` count
+    # characters of the text.
     positions = []
     token_start = 0
     for index in range(len(ids)):
@@ -286,6 +288,7 @@ def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Te
 
 def word_pattern(word: str) -> re.Pattern[str]:
     """A pattern for a word, or several words in a row, in any case. "cat" matches in "A Cat.", not in "category"."""
+    # No letter, digit or underscore may stand directly before the word, and none directly after it.
     return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
 
 
@@ -298,7 +301,7 @@ def undo_normalization(image_processor: Any, pixel_values: torch.Tensor) -> Imag
     """
     intensities = pixel_values.float().cpu()
     if getattr(image_processor, "do_normalize", False):
-        mean = torch.tensor(image_processor.image_mean)[:, None, None]
+        mean = torch.tensor(image_processor.image_mean)[:, None, None]  # [3, 1, 1]
         deviation = torch.tensor(image_processor.image_std)[:, None, None]
         intensities = intensities * deviation + mean
     bytes_of_pixels = (255 * intensities.clamp(0, 1)).round().to(torch.uint8)
@@ -325,16 +328,16 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
     all_maps = [word_map for _, word_map in figure_rows]
     scale = choose_scale(all_maps)
 
-    # The first column shows the picture, each other column a layer.
-    num_columns = 1 + max(len(word_map.layers) for word_map in all_maps)
-    # Sizes are in inches. 0.6 of the width is for margins, 0.6 of the height for the colour bar, 0.42 of a row for
-    # text.
-    column_width = (WIDTH - 0.6) / num_columns
+    # The first column of the figure shows the picture, and each other column shows a layer.
+    num_figure_columns = 1 + max(len(word_map.layers) for word_map in all_maps)
+    # Sizes are in inches. Margins take 0.6 of the figure's width, the colour bar takes 0.6 of its height, and the text
+    # of a row takes 0.42 of the row's height.
+    column_width = (WIDTH - 0.6) / num_figure_columns
     height_over_width = max(word_map.picture.height / word_map.picture.width for word_map in all_maps)
     row_height = height_over_width * column_width + 0.42
     figure, axes = plt.subplots(
         len(figure_rows),
-        num_columns,
+        num_figure_columns,
         figsize=(WIDTH, row_height * len(figure_rows) + 0.6),
         squeeze=False,
         layout=ConstrainedLayoutEngine(h_pad=0.07),  # so that a label and the title below it stay apart
@@ -352,7 +355,7 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
     bar = figure.colorbar(
         ScalarMappable(scale, COLOURS), ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5, pad=0.02
     )
-    bar.set_label("attention to a patch, in multiples of an even share of the picture's")
+    bar.set_label("attention to a patch, in multiples of the mean over the picture's patches")
     return figure
 
 
@@ -361,7 +364,8 @@ def choose_scale(maps: Sequence[AttentionMap]) -> Normalize:
 
     It reaches at least to 2, so that small differences in nearly even attention aren't drawn in strong colours.
     """
-    all_weights = np.concatenate([relative_weights(word_map).ravel() for word_map in maps])
+    weights_by_map = [relative_weights(word_map).ravel() for word_map in maps]
+    all_weights = np.concatenate(weights_by_map)
     quantile = float(np.quantile(all_weights, SCALE_QUANTILE))
     return Normalize(0, max(2.0, quantile))
 
@@ -374,18 +378,18 @@ def relative_weights(word_map: AttentionMap) -> np.ndarray:
 
 
 def _draw_map(axes: Sequence[Axes], word_map: AttentionMap, scale: Normalize) -> None:
-    """Draw each layer's attention over the picture in grey. The stronger attention is, the less transparent it is."""
+    """Draw the picture in grey, and each layer's attention over it in colour, the more opaque the stronger it is."""
     grey = word_map.picture.convert("L")
     # Left, right, bottom and top edge of the picture in pixels, so that the patches are stretched over all of it.
     extent = (-0.5, grey.width - 0.5, grey.height - 0.5, -0.5)
 
     relative = relative_weights(word_map)
-    for number, layer in enumerate(word_map.layers):
-        axis = axes[number]
+    for index, layer in enumerate(word_map.layers):
+        axis = axes[index]
         axis.imshow(grey, cmap="gray", vmin=0, vmax=255)
-        opacity = MAX_OPACITY * np.clip(scale(relative[number]), 0, 1)
-        axis.imshow(relative[number], extent=extent, cmap=COLOURS, norm=scale, alpha=opacity, interpolation="nearest")
+        opacity = MAX_OPACITY * np.clip(scale(relative[index]), 0, 1)
+        axis.imshow(relative[index], extent=extent, cmap=COLOURS, norm=scale, alpha=opacity, interpolation="nearest")
 
-        share = word_map.weights[number].sum()
+        share = word_map.weights[index].sum()
         label = f"layer {layer}, {share:.0%} on picture"
         axis.text(0.5, -0.04, label, fontsize=7, ha="center", va="top", transform=axis.transAxes)

@@ -1,4 +1,4 @@
-"""Measures one or several models on the same questions: for the command, and for Python and notebooks."""
+"""Measures one or several models on the same questions. The command uses this module, and so may Python programs."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ class Comparison:
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
-    """Write a table as CSV. For an empty table no file is written, and that of an earlier report is removed."""
+    """Write a table as CSV. For an empty table no file is written, and the file of an earlier report is removed."""
     if table.empty:
         path.unlink(missing_ok=True)
     else:
@@ -112,7 +112,7 @@ def write_table(path: Path, table: pd.DataFrame) -> None:
 
 
 def measure(model: PreTrainedModel, processor: Any, data: Any, name: str = "model", **options: Any) -> Comparison:
-    """Measure one model. `data` and the options are those of [`compare`]."""
+    """Measure one model. `data` and `options` are given to [`compare`]."""
     return compare({name: (model, processor)}, data, **options)
 
 
@@ -197,7 +197,7 @@ def measure_models(
             the model's name.
     """
     if attention_word is not None:
-        # An error about a word that no question has shall come before the first model is loaded.
+        # This raises an error if no question has the word. The error shall come before the first model is loaded.
         questions_with_word(questions.questions, attention_word)
 
     results: dict[str, ModelResults] = {}
@@ -208,7 +208,7 @@ def measure_models(
             )
         except DiagnosticsError as error:
             raise DiagnosticsError(f"{name}: {error}") from error
-        # Otherwise these two variables would keep the model in memory while the next model is loaded.
+        # `models` may load the next model when the loop goes on. By then nothing shall keep this model in memory.
         del model, processor
 
         yield join_results(results, questions, data_name, command)
@@ -272,7 +272,7 @@ def measure_questions(
     tables = [measure_all(model, records)]
     for space in ("keys", "values"):
         distances = measure_space(space, records)
-        if distances is not None:
+        if distances is not None:  # there are enough tokens to compare
             tables.append(distances)
     rows = pd.concat(tables, ignore_index=True)
 
@@ -299,7 +299,7 @@ def describe_dtype(model: PreTrainedModel) -> str:
 
 
 def count_tokens(records: Sequence[Record]) -> dict[str, int]:
-    """Number of measured tokens of each modality, over all records."""
+    """Number of image tokens and of text tokens that are measured, over all records."""
     num_tokens = {"visual": 0, "text": 0}
     for record in records:
         num_tokens["visual"] += int(record.tokens.visual.sum())
@@ -327,7 +327,7 @@ def collect_notes(records: Sequence[Record]) -> list[str]:
 def join_results(
     results: Mapping[str, ModelResults], questions: Questions, data_name: str, command: str
 ) -> Comparison:
-    """The comparison of the models whose results these are, by name of the model."""
+    """The comparison of some models, from the results of each model by its name."""
     report = Report(
         command=command,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},

@@ -1,7 +1,8 @@
 """Jensen-Shannon divergence between a layer's image and text tokens, and how large the divergence is by chance.
 
-MaLoRA (arXiv 2510.26721) standardizes keys, reduces them by PCA, and measures their Jensen-Shannon divergence. We have
-read only its abstract, which leaves the details open. Here the divergence is in bits: 0 for equal distributions, 1 for
+MaLoRA (arXiv 2510.26721) standardizes keys, reduces them by PCA, and measures the Jensen-Shannon divergence between
+the keys of image and text tokens. We have read only its abstract, which leaves the details open. Here the divergence
+is in bits: 0 for equal distributions, 1 for
 distributions without a common value. It is computed from histograms, one for each of ten principal components, and
 averaged over the components. Each model has its own principal components.
 """
@@ -15,8 +16,8 @@ from sklearn.decomposition import PCA
 COMPONENTS = 10
 # Number of bins of a component's histogram.
 BINS = 16
-# The divergence between two random halves of the pictures is chance. The floor is this quantile over many pairs of
-# halves: a divergence between modalities that is below the floor says nothing.
+# Two random halves of the pictures differ only by chance. The floor is this quantile of the divergence between halves,
+# over many pairs of halves. A divergence between modalities that is below the floor says nothing.
 FLOOR_QUANTILE = 0.95
 # Pairs of sets of tokens; the divergence between the two sets of each pair is measured. Tokens are in numbered groups,
 # and a set consists of whole groups. The first array tells for each pair which groups are in its first set, and the
@@ -71,7 +72,8 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, pairs: SetPairs
 
     num_components = min(COMPONENTS, *points.shape)  # PCA finds no more than there are tokens or coordinates
     pca = PCA(num_components, random_state=0).fit(points)
-    components = points @ pca.components_.T  # [num_tokens, num_components], not centered, which changes no bin
+    # The components are not centered: a shift would move the edges of the bins along, and change no histogram.
+    components = points @ pca.components_.T  # [num_tokens, num_components]
 
     divergences = []
     for component in components.T:
@@ -87,10 +89,10 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, pairs: SetPairs
 
 
 def jensen_shannon(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Jensen-Shannon divergence in bits of two histograms, counts `(..., num_bins)` each; NaN for an empty histogram.
+    """Jensen-Shannon divergence in bits of two histograms, which are counts `(..., num_bins)`.
 
-    scipy's `jensenshannon` is not used. It returns the square root of this divergence, which is NaN if rounding makes
-    the divergence negative.
+    The divergence is NaN if a histogram is empty. scipy's `jensenshannon` is not used, because it returns the square
+    root of the divergence, which is NaN if rounding makes the divergence negative.
     """
     with np.errstate(invalid="ignore"):  # an empty histogram gives 0 / 0
         first_shares = first / first.sum(axis=-1, keepdims=True)

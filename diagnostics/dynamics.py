@@ -3,7 +3,8 @@
     python -m diagnostics.dynamics --run runs/digits/stage1 --data questions.json
 
 The rows of each checkpoint are added to `dynamics.csv` in the run's folder, with a column `step`. A checkpoint whose
-rows are in the file already is skipped. The rows are drawn as in Fig. 5 of "The Unseen Bias" (arXiv 2512.08374).
+rows are in the file already is skipped. All rows are then drawn in `dynamics.png`, in the way of Fig. 5 of "The Unseen
+Bias" (arXiv 2512.08374).
 """
 
 import argparse
@@ -74,6 +75,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     path = run / FILE
     models_by_step = find_models(run, start)
     table = read_table(path)
+    # Each row of the file has this fingerprint of the questions and the dtype that it was measured with.
     measured_as = fingerprint_measurement(questions, options.get("dtype"))
     is_comparable = table["measured_as"] == measured_as
     if not is_comparable.all():
@@ -82,7 +84,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     for step, name in sorted(models_by_step.items()):
         weights = weights_fingerprint(Path(name))
         if weights is None:
-            weights = name  # a model on the Hub has no files here to fingerprint, so its name stands for its weights
+            weights = name  # a model on the Hub has no fingerprint, so its name stands for its weights
 
         is_this_step = table["step"] == step
         is_measured = is_this_step & (table["weights"] == weights)
@@ -93,9 +95,9 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
         rows = _measure_checkpoint(name, questions, **options)
         rows = rows.assign(step=step, weights=weights, measured_as=measured_as)
 
-        # If the table has rows of this step, they are of a checkpoint that a resumed run has replaced since.
+        # If the table has rows of this step, they are dropped: a resumed run has replaced their checkpoint since.
         other_steps = table[~is_this_step]
-        # pandas warns if one of the tables is empty.
+        # An empty table is not concatenated, because pandas would warn.
         table = rows if other_steps.empty else pd.concat([other_steps, rows])
         table = table.sort_values("step", kind="stable")
         write_whole(path, table.to_csv(index=False))
@@ -103,7 +105,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
 
 
 def find_models(run: Path, start: str | None) -> dict[int, str]:
-    """The models to measure by step: the folders of a run's checkpoints, and as step 0 `start`, if it is given.
+    """The models to measure by step: the folders of a run's checkpoints, and `start` as step 0 if it is given.
 
     Raises:
         UserError: if there are no checkpoints.
@@ -111,7 +113,7 @@ def find_models(run: Path, start: str | None) -> dict[int, str]:
     models = {}
     for path in run.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
-        if step.isdigit():  # not so in a folder of the user's, such as checkpoint-500-copy
+        if step.isdigit():  # a folder such as checkpoint-500-copy, which the user made, is passed over
             models[int(step)] = str(path)
     if not models:
         raise UserError(f"{run} has no checkpoint-<step> folders; train with --save_strategy steps.")
@@ -131,7 +133,8 @@ def fingerprint_measurement(questions: Sequence[Question], dtype: str | None) ->
         contents.append((question.fingerprint, texts))
 
     description = repr((contents, dtype))
-    return hashlib.sha256(description.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(description.encode()).hexdigest()
+    return digest[:16]  # long enough that two measurements don't get the same by chance
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -139,6 +142,7 @@ def read_table(path: Path) -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame({"step": [], "weights": [], "measured_as": []})
 
+    # "Int64" holds integers of which some are missing. A fingerprint of digits alone is to stay a text.
     types = {"layer": "Int64", "picture": "Int64", "weights": str, "measured_as": str}
     table = pd.read_csv(path, dtype=types)
     return table.fillna({"modality": ""})  # pandas reads an empty text as NaN

@@ -26,7 +26,7 @@ class InterfaceHooks(ExitStack):
     - `"norm_input"`: input of the norm module at the end of a NormLlava's projector
     - `"projector_output"`: output of the projector
     - `"decoder"`: input of the decoder's first layer
-    - `"before_mlp"`: the first layer's input plus the output of its attention; only if a norm is before the MLP
+    - `"before_mlp"`: the first layer's input plus the output of its attention; only if a norm module is before the MLP
     - `"after_mlp"`: output of the first layer
 
     The function gets the tensor that the forward pass uses, `(..., width)`. It is called every time that the model
@@ -47,7 +47,8 @@ class InterfaceHooks(ExitStack):
         self.notes: list[str] = []
         self._on_place = on_place
 
-        # All are looked for first: a model without a decoder ends here, before a hook is registered.
+        # All modules are found before the first hook is registered. So if `find_decoder` raises an error, because the
+        # model can't be measured, no hook is left on the model.
         encoder = find_encoder(model)
         projector = find_projector(model)
         norm = find_projector_norm(model)
@@ -58,7 +59,8 @@ class InterfaceHooks(ExitStack):
         self._watch_norm(norm)
         self._watch_first_layer(first_layer)
 
-        # Qwen3-VL's config has `deepstack_visual_indexes`.
+        # Qwen3-VL's vision config has a field `deepstack_visual_indexes`. The text of the whole config is searched, so
+        # that such a field is found in any of the nested configs.
         if "deepstack" in str(model.config.to_dict()):
             self.notes.append(
                 "deepstack: picture features also enter later layers. They stay as they are when the image tokens "
@@ -66,6 +68,7 @@ class InterfaceHooks(ExitStack):
             )
 
     def _watch_encoder(self, encoder: nn.Module | None) -> None:
+        """Call the function at `"encoder_output"`."""
         if encoder is None:
             self.notes.append("vision encoder: not recorded, the model names none")
             return
@@ -77,6 +80,7 @@ class InterfaceHooks(ExitStack):
         self._remove_on_exit(encoder.register_forward_hook(pass_output))
 
     def _watch_projector(self, projector: nn.Module | None) -> None:
+        """Call the function at `"projector_input"` and `"projector_output"`."""
         if projector is None:
             self.notes.append(f"projector: not recorded, no module is called {', '.join(PROJECTORS)}")
             return
@@ -85,8 +89,8 @@ class InterfaceHooks(ExitStack):
             features = _first_float_tensor([*args, *kwargs.values()])
             projected = output if isinstance(output, torch.Tensor) else _first_float_tensor(output)
 
-            # Ovis2's projector is an embedding table. Ovis2 also calls it with token ids, to embed the tokens around a
-            # picture. Ids are integers, so `features` is then `None`, and the call is passed over.
+            # Ovis2's projector is an embedding table, which Ovis2 also calls with token ids, to embed the tokens
+            # around a picture. Ids are integers, so `features` is `None` in such a call, and the call is passed over.
             if features is not None and projected is not None:
                 self._on_place("projector_input", features)
                 self._on_place("projector_output", projected)
@@ -94,6 +98,7 @@ class InterfaceHooks(ExitStack):
         self._remove_on_exit(projector.register_forward_hook(pass_input_and_output, with_kwargs=True))
 
     def _watch_norm(self, norm: nn.Module | None) -> None:
+        """Call the function at `"norm_input"`. No note is made without a norm module, which only a NormLlava has."""
         if norm is None:
             return
 
@@ -103,11 +108,13 @@ class InterfaceHooks(ExitStack):
         self._remove_on_exit(norm.register_forward_pre_hook(pass_input))
 
     def _watch_first_layer(self, layer: nn.Module) -> None:
+        """Call the function at `"decoder"`, `"before_mlp"` and `"after_mlp"`."""
+
         def pass_and_replace_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             hidden_states = args[0] if args else kwargs["hidden_states"]
             replacement = self._on_place("decoder", hidden_states)
             if replacement is None:
-                return None
+                return None  # the layer gets its input unchanged
             if args:
                 return (replacement, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": replacement}
@@ -126,6 +133,7 @@ class InterfaceHooks(ExitStack):
             self._remove_on_exit(mlp_norm.register_forward_pre_hook(pass_mlp_norm_input))
 
     def _remove_on_exit(self, handle: Any) -> None:
+        """Remove a hook when the context is left. `handle` is what registering the hook returned."""
         self.callback(handle.remove)
 
 
@@ -136,8 +144,8 @@ def find_mlp_norm(layer: nn.Module) -> nn.Module | None:
     """
     children = dict(layer.named_children())  # modules by name
 
-    # OLMo 2 has a norm module after attention and another after the MLP, but none before the MLP. It also calls the
-    # module after attention `post_attention_layernorm`, but this module's input is only the output of attention.
+    # OLMo 2 has a norm module after attention and another after the MLP, but none before the MLP. The name of the one
+    # after attention is in `MLP_NORMS`, but its input is the output of attention alone.
     if "post_feedforward_layernorm" in children and "pre_feedforward_layernorm" not in children:
         return None
 

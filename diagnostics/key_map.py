@@ -1,4 +1,6 @@
-"""Draws the keys of image and text tokens on a plane, by t-SNE, next to their Jensen-Shannon divergence by layer.
+"""Draws keys of image and text tokens on a plane, by t-SNE, next to the divergence between the modalities by layer.
+
+The divergence is the Jensen-Shannon divergence of [`~diagnostics.divergence`].
 
 MaLoRA (arXiv 2510.26721) has such a figure, but its abstract does not say which layers and heads the figure shows.
 Here a few layers are drawn. A token's keys of all heads are joined to one vector, and the vectors are reduced by PCA
@@ -20,15 +22,15 @@ from diagnostics.probe import Record
 from diagnostics.table import Summary
 
 
-# Largest number of layers that are drawn: the first, the middle and the last layer whose keys are measured.
+# Largest number of layers that are drawn. These are the first, the middle and the last layer whose keys are measured.
 MAX_LAYERS = 3
 # Largest number of principal components that t-SNE gets.
 COMPONENTS = 50
-# About how many neighbours of a token t-SNE keeps near it; 30 is scikit-learn's default.
+# About how many neighbours of a token t-SNE keeps near the token; 30 is scikit-learn's default.
 PERPLEXITY = 30.0
 # Seed of PCA and of t-SNE.
 SEED = 0
-# How the tokens of a modality are drawn.
+# How the tokens of each modality are named in the legend and drawn.
 LABELS = {"visual": "image", "text": "text"}
 MARKERS = {"visual": "o", "text": "^"}
 
@@ -75,13 +77,14 @@ def project_to_plane(vectors: np.ndarray) -> np.ndarray:
     """
     num_components = min(COMPONENTS, *vectors.shape)  # PCA finds no more than there are vectors or coordinates
     reduced = PCA(num_components, random_state=SEED).fit_transform(vectors)
-    perplexity = min(PERPLEXITY, len(vectors) / 4)  # t-SNE needs a perplexity below the number of vectors
+    # t-SNE needs a perplexity below the number of vectors. A quarter of the number is well below it.
+    perplexity = min(PERPLEXITY, len(vectors) / 4)
     return TSNE(perplexity=perplexity, init="pca", random_state=SEED).fit_transform(reduced)
 
 
 @styled
 def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
-    """Draw a row for each model: the divergence by layer with its floor, and the keys of up to three layers.
+    """Draw a row for each model: the divergence by layer, and the keys of up to three layers.
 
     Args:
         models: The summary of each model in `placed`, by the model's name.
@@ -94,8 +97,8 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
     figure, axes = plt.subplots(
         len(models),
         num_columns,
-        figsize=(WIDTH, 0.6 + 1.9 * len(models)),
-        width_ratios=[1.15] + [1] * num_layers,
+        figsize=(WIDTH, 0.6 + 1.9 * len(models)),  # in inches: 0.6 for the legends, 1.9 for each row
+        width_ratios=[1.15] + [1] * num_layers,  # only the first column has ticks and a vertical label
         squeeze=False,
         layout="constrained",
     )
@@ -103,7 +106,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
     for row_of_axes, (name, summary) in zip(axes, models.items(), strict=True):
         divergence_axis = row_of_axes[0]
         _draw_divergence(divergence_axis, summary)
-        divergence_axis.set_title(name[-80:], loc="left", fontweight="bold")
+        divergence_axis.set_title(name[-80:], loc="left", fontweight="bold")  # of a long path, the end says most
 
         tokens_by_layer = placed[placed["model"] == name].groupby("layer")
         layer_axes = row_of_axes[1 : 1 + len(tokens_by_layer)]
@@ -115,7 +118,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
         for axis in row_of_axes[1 + len(tokens_by_layer) :]:
             axis.axis("off")
 
-    # The labels are the same in all rows.
+    # The labels are the same in all rows, so the legends are made from the last row.
     curve_labels = axes[-1, 0].get_legend_handles_labels()
     token_labels = axes[-1, 1].get_legend_handles_labels()
     figure.legend(*curve_labels, loc="outside lower left", ncols=2)
@@ -124,8 +127,11 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
 
 
 def _draw_divergence(axis: plt.Axes, summary: Summary) -> None:
-    """Draw the divergence by layer of keys and of values, and their floors as dotted curves."""
-    # `MODEL_STYLES` has styles of curves that are easy to tell apart.
+    """Draw the divergence between image and text tokens by layer, for keys and for values.
+
+    Dotted curves show the divergence that two random halves of the pictures have by chance.
+    """
+    # `MODEL_STYLES` has styles of curves that are easy to tell apart. Here they stand for keys and values.
     for space, style in (("keys", MODEL_STYLES[0]), ("values", MODEL_STYLES[1])):
         draw_curve(axis, summary.curve(f"{space}.jsd"), label=space, **style)
         draw_curve(axis, summary.curve(f"{space}.jsd_halves"), color=style["color"], **DOTTED)

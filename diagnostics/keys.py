@@ -1,7 +1,8 @@
 """Measures how far the keys of image tokens lie from the keys of text tokens in a layer, and the same for values.
 
-The measures are two distances, MMD² and Jensen-Shannon divergence, which MaLoRA's abstract (arXiv 2510.26721) names,
-and the accuracy of a linear probe. The choices that the abstract leaves open are stated on the report's page.
+The measures are two distances, MMD² (squared maximum mean discrepancy) and Jensen-Shannon divergence, and the accuracy
+of a linear probe. The distances are those that MaLoRA's abstract (arXiv 2510.26721) names. The choices that the
+abstract leaves open are stated on the report's page.
 
 Keys are compared as they are before rotary embedding. The embedding rotates keys by an angle that grows with their
 position, and so moves keys at different positions apart even if their distribution is the same.
@@ -24,11 +25,11 @@ from diagnostics.tokens import Tokens
 
 # About how many tokens of each modality are compared, over all pictures.
 MAX_TOKENS = 256
-# With fewer tokens of each modality than this, a distance says nothing, and is not measured.
+# With fewer tokens of each modality than this, no distance is measured, because it would say nothing.
 MIN_TOKENS = 8
 # Bandwidths of MMD's kernel, in multiples of the mean squared distance between two tokens.
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# Number of times that the pictures are split into random halves.
+# Number of times that the pictures are split into random halves. The distance between halves shows what is chance.
 HALVES = 200
 # Largest number of folds in the linear probe's cross-validation.
 MAX_FOLDS = 5
@@ -42,7 +43,7 @@ def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.Dat
         records: The record of each picture.
         seed: Seed of the random halves.
     """
-    # `record.keys` and `record.values` are dictionaries by layer. Layers that all records have are compared.
+    # `record.keys` and `record.values` are dictionaries by layer. Only layers that all records have are compared.
     layers_of_records = [set(getattr(record, name)) for record in records]
     layers = sorted(set.intersection(*layers_of_records))
     if not layers:
@@ -55,11 +56,11 @@ def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.Dat
 
     set_pairs = make_set_pairs(len(records), np.random.default_rng(seed))
     rows = pd.concat([_measure_layer(layer, points, set_pairs) for layer, points in points_by_layer.items()])
-    return rows.assign(measure=f"{name}." + rows["measure"])
+    return rows.assign(measure=f"{name}." + rows["measure"])  # "mmd" becomes "keys.mmd"
 
 
 class Points(NamedTuple):
-    """Keys or values of one layer, for as many image tokens as text tokens of each picture.
+    """Keys or values of one layer, for as many image tokens as text tokens of each picture, `n` of each over all.
 
     Attributes:
         visual: Keys or values of image tokens, `(n, num_heads, head_dim)`.
@@ -113,7 +114,8 @@ def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
         image_vectors = vectors[is_image_token]
         text_vectors = vectors[is_text_token]
 
-        count = min(len(image_vectors), len(text_vectors))  # 0 if all tokens of a modality are sinks
+        # The count is 0 if all kept tokens of a modality turned out to be sinks, which are in neither mask.
+        count = min(len(image_vectors), len(text_vectors))
         visual.append(take_evenly(image_vectors, count))
         text.append(take_evenly(text_vectors, count))
         pictures += [number] * count
@@ -127,7 +129,7 @@ def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
 
 
 def take_evenly(vectors: np.ndarray, count: int) -> np.ndarray:
-    """`count` rows of an array, evenly spread from the first to the last."""
+    """`count` vectors of an array `(num_vectors, ...)`, evenly spread from the first to the last."""
     chosen = np.linspace(0, len(vectors) - 1, count).round().astype(int)
     return vectors[chosen]
 
@@ -161,7 +163,8 @@ def make_set_pairs(num_pictures: int, rng: np.random.Generator) -> AllSetPairs:
     # A half needs at least two pictures, because only pairs of tokens from different pictures count.
     half_size = num_pictures // 2
     num_splits = HALVES if half_size > 1 else 0
-    # For each split, a random rank of each picture. With an odd number of pictures, the last rank is in neither half.
+    # For each split, a random rank of each picture. The pictures with the lowest ranks are the first half, the next
+    # pictures are the second half. With an odd number of pictures, the picture with the last rank is in neither half.
     ranks = np.zeros((num_splits, num_pictures), dtype=int)
     for split in range(num_splits):
         ranks[split] = rng.permutation(num_pictures)
@@ -204,6 +207,7 @@ def _measure_layer(layer: int, points: Points, set_pairs: AllSetPairs) -> pd.Dat
     picture_of_group = np.tile(np.arange(points.num_pictures), 2)
 
     def median_mmd(pairs: SetPairs) -> np.ndarray:
+        """MMD² between the two sets of each pair, as the median over heads."""
         mmd_by_head = [unbiased_mmd(kernel, points.groups, picture_of_group, pairs) for kernel in kernels]
         return np.median(mmd_by_head, axis=0)  # [num_pairs]
 
@@ -220,7 +224,7 @@ def _measure_layer(layer: int, points: Points, set_pairs: AllSetPairs) -> pd.Dat
         rows.append(make_rows(measure, layers=[layer], whole=divergence))
 
     mmd_of_halves = median_mmd(set_pairs.halves)
-    if len(mmd_of_halves) > 0:
+    if len(mmd_of_halves) > 0:  # there are enough pictures for halves
         floor = np.quantile(mmd_of_halves, FLOOR_QUANTILE)
         rows.append(make_rows("mmd_halves", layers=[layer], whole=floor))
     return pd.concat(rows)
@@ -229,7 +233,7 @@ def _measure_layer(layer: int, points: Points, set_pairs: AllSetPairs) -> pd.Dat
 def kernel_matrix(points: np.ndarray) -> np.ndarray:
     """MMD's kernel between each two tokens, `(num_tokens, num_tokens)`.
 
-    For the keys x and y of two tokens, it is the mean of exp(-‖x-y‖²/(s σ²)) over the bandwidths s, where σ² is the
+    For the keys x and y of two tokens, the kernel is the mean of exp(-‖x-y‖²/(s σ²)) over the bandwidths s. σ² is the
     mean of ‖x-y‖² over all pairs of different tokens.
 
     Args:
@@ -251,8 +255,8 @@ def kernel_matrix(points: np.ndarray) -> np.ndarray:
 def unbiased_mmd(kernel: np.ndarray, groups: np.ndarray, picture_of_group: np.ndarray, pairs: SetPairs) -> np.ndarray:
     """MMD² between the two sets of each pair, `(num_pairs,)`; NaN where a set has no two tokens to compare.
 
-    It is the U-statistic of Gretton et al. (2012, eq. 3): the mean kernel within the first set, plus the mean kernel
-    within the second set, minus twice the mean kernel between the two. In contrast to theirs, tokens of the same
+    This is the U-statistic of Gretton et al. (2012, eq. 3): the mean kernel within the first set, plus the mean kernel
+    within the second set, minus twice the mean kernel between the two. Unlike in their statistic, tokens of the same
     picture are not compared: they are correlated, and would raise MMD² above 0 even for equal distributions.
 
     Args:
@@ -261,9 +265,10 @@ def unbiased_mmd(kernel: np.ndarray, groups: np.ndarray, picture_of_group: np.nd
         picture_of_group: The picture of each group, `(num_groups,)`.
         pairs: The pairs of sets.
     """
-    is_in_group = np.eye(len(picture_of_group))[groups]  # one-hot, [num_tokens, num_groups]
+    num_groups = len(picture_of_group)
+    is_in_group = np.eye(num_groups)[groups]  # one-hot, [num_tokens, num_groups]
     group_sizes = is_in_group.sum(axis=0)
-    # Which groups are compared: those of different pictures, [num_groups, num_groups].
+    # Two groups are compared if they are of different pictures, [num_groups, num_groups].
     are_compared = picture_of_group[:, None] != picture_of_group[None, :]
 
     # For each two groups, the sum of the kernel over all pairs of their tokens, and the number of these token pairs.
@@ -272,7 +277,8 @@ def unbiased_mmd(kernel: np.ndarray, groups: np.ndarray, picture_of_group: np.nd
     token_pair_counts = np.outer(group_sizes, group_sizes) * are_compared
 
     def mean_kernel(sets_a: np.ndarray, sets_b: np.ndarray) -> np.ndarray:
-        """Mean kernel between two sets, for each pair of sets: `(num_pairs,)` from two `(num_pairs, num_groups)`."""
+        """Mean kernel between set a and set b of each pair, `(num_pairs,)`, from masks `(num_pairs, num_groups)`."""
+        # For each pair, both are sums over all groups of set a and all groups of set b.
         total_kernel = ((sets_a @ kernel_sums) * sets_b).sum(axis=1)
         total_count = ((sets_a @ token_pair_counts) * sets_b).sum(axis=1)
         with np.errstate(invalid="ignore"):  # 0 / 0 if all tokens are of one picture
@@ -294,6 +300,7 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
         groups: The group of each token as in [`Points`], `(num_tokens,)`.
         num_pictures: Number of pictures.
     """
+    # Group i holds the image tokens of picture i, and group `num_pictures` + i its text tokens.
     pictures = groups % num_pictures
     is_image_token = groups < num_pictures
     num_folds = min(MAX_FOLDS, len(np.unique(pictures)))
@@ -302,17 +309,17 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
     return float(scores.mean())
 
 
-def draw_positions(tokens: Tokens, picture: str, count: int) -> torch.Tensor:
+def draw_positions(tokens: Tokens, fingerprint: str, count: int) -> torch.Tensor:
     """Random positions of at most `count` image tokens and as many text tokens of a sample, in ascending order.
 
-    The positions are drawn in the same way for every model: the random numbers depend on the picture alone.
+    The random numbers depend on the picture alone, so that the positions are drawn in the same way for every model.
 
     Args:
         tokens: The type of each token of the sample.
-        picture: The fingerprint of the sample's picture, a hexadecimal number.
+        fingerprint: The fingerprint of the sample's picture, a hexadecimal number.
         count: Largest number of tokens of each modality.
     """
-    seed = int(picture, 16) % 2**63  # torch takes no larger seeds
+    seed = int(fingerprint, 16) % 2**63  # torch takes no larger seeds
     generator = torch.Generator().manual_seed(seed)
     drawn = []
     for mask in (tokens.visual, tokens.text):

@@ -24,12 +24,12 @@ from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 
 logger = logging.getLogger(__name__)
 
-# If none of the first rows can be read, the search for questions ends after this many rows.
+# If this many rows can't be read before the first question is found, the search for questions ends.
 MAX_UNREADABLE = 100
 # The question about pictures that come without rows, if the user gives no other question.
 QUESTION = "Describe this picture."
-# Pillow can't read HEIC. The suffixes of HEIC are listed so that such a file gets a message and isn't ignored in
-# silence.
+# Suffixes of picture files. Pillow can't read HEIC (`.heic`, `.heif`). These two suffixes are listed all the same, so
+# that such a file is reported as unreadable and not ignored in silence.
 PICTURE_SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # A chat message: its role, and its content as a list of texts and pictures.
 Message = dict[str, Any]
@@ -37,14 +37,14 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """A picture with a question, as chat messages.
+    """A question about one or several pictures, as chat messages.
 
     Attributes:
-        source: File and row, or the picture's file: what messages call the question.
+        source: Name of the question in messages: the file and the row, or the picture's file.
         fingerprint: Fingerprint of the content of the prompt's pictures, which doesn't depend on their paths.
         prompt: Chat messages up to the first answer, with their pictures in RGB.
         image: The first picture of the prompt.
-        answer: The row's first answer; empty if the row has none.
+        answer: The first answer of the row that the question is from; empty if there is none.
     """
 
     source: str
@@ -119,8 +119,8 @@ def load_model(
         AutoModelForImageTextToText, name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
 
-    # Both functions raise an error for a model that can't be measured. They are called here so that the error comes
-    # before the data is loaded.
+    # These two functions raise an error for a model that can't be measured. They are called only for this error, so
+    # that it comes before anything is measured.
     image_token_id(model)
     find_decoder(model)
 
@@ -138,7 +138,7 @@ def load_processor(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
-    """What `auto_class.from_pretrained` returns. An error about the folder's content becomes one line that names it.
+    """What `auto_class.from_pretrained` returns. An error about a folder's content is one line that names the folder.
 
     Raises:
         UserError: if the folder can't be loaded, or if the model needs a package that is missing.
@@ -149,7 +149,7 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
-    """Add the options that all commands share that measure a model: the data, and how the model is loaded.
+    """Add the options that are the same in all commands that measure models: the data, and how a model is loaded.
 
     Args:
         parser: The command's parser.
@@ -162,7 +162,11 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--question", help=f"question for the pictures of a folder (default: {QUESTION})")
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
-    add("--device_map", default="auto" if torch.cuda.is_available() else None, help="of from_pretrained; auto on GPUs")
+    add(
+        "--device_map",
+        default="auto" if torch.cuda.is_available() else None,
+        help="device_map of from_pretrained (default: auto on GPUs)",
+    )
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
@@ -210,8 +214,8 @@ def load_questions(
     paths = find_pictures(Path(data))
     rows: Iterable[Row]
     if paths is None:
+        # With streaming, rows on the Hub are downloaded one by one, and not the whole dataset.
         is_on_hub = not find_source(str(data)).is_local
-        # Streamed rows are downloaded one by one, and not the whole dataset.
         rows = load_rows(str(data), image_folder, split=split, streaming=is_on_hub)
     else:
         conversation = [{"from": "human", "value": f"<image>\n{question}"}]
@@ -232,10 +236,11 @@ def find_pictures(data: Path) -> list[Path] | None:
     if not data.is_dir():
         return None
 
-    # `find_source` calls a folder of loose files a "dataset". One with a JSON file, or one that `save_to_disk` wrote,
-    # is of another kind.
+    # A folder with a JSON file, and a folder that `save_to_disk` wrote, hold rows. `find_source` tells them from any
+    # other folder, whose kind is "dataset".
     if find_source(str(data)).kind != "dataset":
         return None
+    # Rows may also be in loose dataset files, such as Parquet, or in a metadata file beside the pictures.
     for file in data.rglob("*"):
         if file.suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:
             return None
@@ -283,6 +288,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
         if question is None:
             passed_over += 1
         else:
+            # Of several questions about the same pictures, the first is taken.
             taken.setdefault(question.fingerprint, question)
 
     if not taken:
@@ -301,7 +307,7 @@ def to_question(row: Row) -> Question | None:
     turns_before_answer = []
     answer = ""
     for turn in row_turns(row):
-        if turn["from"] == "gpt":
+        if turn["from"] == "gpt":  # the model's turn, an answer
             answer = turn["value"].strip()
             break
         turns_before_answer.append(turn)
@@ -316,7 +322,7 @@ def to_question(row: Row) -> Question | None:
     if not images:
         return None
 
-    # `prompt` holds these parts, so this puts the pictures into the prompt.
+    # `image_parts` are the dictionaries that `prompt` holds, so this puts the pictures into the prompt.
     for part, image in zip(image_parts, images, strict=True):
         part["image"] = image
     return Question(
@@ -329,9 +335,9 @@ def to_question(row: Row) -> Question | None:
 
 
 def questions_about(pictures: Iterable[Image.Image], question: str, num_samples: int) -> Questions:
-    """The same question about each of the first `num_samples` different pictures, which are given in memory.
+    """The same question about each of the first `num_samples` different pictures.
 
-    Pictures are oriented as their EXIF data says.
+    The pictures are given in memory. In the questions they are in RGB, and oriented as their EXIF data says.
 
     Raises:
         TypeError: if an entry of `pictures` is no picture.

@@ -1,7 +1,7 @@
-"""Measures norms up to the decoder, how layers turn tokens, attention to the picture, and the projector's norm.
+"""Measures norms up to the decoder, how layers turn tokens, attention to the picture, and the projector's norm module.
 
-Sources: "The Unseen Bias" (arXiv 2512.08374), Tables 1 to 3 and 5, Fig. 1b, 3 to 5, App. G. Every measure returns rows
-of [`~diagnostics.table`], and is defined on the report's page.
+Sources: "The Unseen Bias" (arXiv 2512.08374), Tables 1 to 3 and 5, Fig. 1b, 3 to 5, App. G. Every function that
+measures returns rows of [`~diagnostics.table`]. The report's page defines each measure.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,10 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
         text_ids = record.input_ids[record.tokens.text]
         embedded_norms.append(vocabulary[text_ids])
 
-    # A decoder that multiplies its input multiplies image and text tokens alike, so the vocabulary is multiplied too.
+    # A decoder that multiplies its input multiplies image and text tokens alike. The norms of embeddings are
+    # multiplied by the same factor, so that they can be compared with norms at the decoder.
     scale = input_scale(torch.cat(text_norms), torch.cat(embedded_norms))
+    # The mean norm of all text embeddings. The paper gives image tokens this norm.
     target = text_norm_target(scale * vocabulary)
     image_means = mean_by_sample(image_norms)
     text_means = mean_by_sample(text_norms)
@@ -98,20 +100,23 @@ def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
         embedded: Norms of the same tokens' embeddings, `(num_tokens,)`.
     """
     factors = (entering / embedded)[embedded > 0]
-    if len(factors) < 2:
+    if len(factors) < 2:  # a single factor can't show whether the factors of all tokens are equal
         return 1.0
 
     scale = factors.median().item()
     if abs(scale - 1) <= SCALE_TOLERANCE:
         return 1.0
 
-    # A decoder that adds position embeddings changes the norm of each token by another factor: it has no scale.
+    # A decoder that adds position embeddings changes the norm of each token by a different factor: it has no scale.
     all_are_equal = (factors - scale).abs().max() < SCALE_TOLERANCE * scale
     return scale if all_are_equal else 1.0
 
 
 def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
-    """Rows of norms, turning and updates by layer and modality, and of differences between the modalities."""
+    """Rows of norms, turning and updates by layer and modality, and of differences between the modalities.
+
+    Turning is 1 minus the cosine of a layer's input and output. An update is the output minus the input.
+    """
     image_masks = [record.tokens.visual for record in records]
     text_masks = [record.tokens.text for record in records]
     layer_norms = [record.layer_norms for record in records]
@@ -121,7 +126,7 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
 
     num_layers = len(cosines[0])
     layers = range(num_layers)
-    # Beside the norm of each layer's input, there is the norm of the last layer's output.
+    # There is the norm of each layer's input, and after these the norm of the last layer's output.
     norm_layers = range(num_layers + 1)
 
     tables = []
@@ -162,7 +167,7 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
     if not layers:
         return None
 
-    # For each measure, the shares of each picture; for each picture, the share in each layer.
+    # By measure, a list with an entry for each picture. An entry is a list of the shares in each layer.
     shares: dict[str, list[list[float]]] = {
         "attention": [],
         "attention_even": [],
@@ -174,13 +179,14 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
         # Uniform attention has the same weight for each key that a query sees.
         even = [record.visible[layer][None] for layer in layers]  # [1, num_queries, S] each
 
-        # Over all keys, where a sink at a picture's position counts as an image token.
+        # These two shares are over all keys. A sink (a token with a massive norm) at a picture's position counts as an
+        # image token.
         is_image_token = record.tokens_with_sinks.visual
         is_any_key = torch.ones_like(is_image_token)
         shares["attention"].append(attention_shares(measured, is_image_token, is_any_key))
         shares["attention_even"].append(attention_shares(even, is_image_token, is_any_key))
 
-        # Over ordinary keys: image and text tokens that are no sinks.
+        # These two shares are over ordinary keys, the image and text tokens that are no sinks.
         is_image_key = record.tokens.visual
         is_ordinary_key = is_image_key | record.tokens.text
         shares["attention_without_sinks"].append(attention_shares(measured, is_image_key, is_ordinary_key))
@@ -192,7 +198,7 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
 def attention_shares(
     attention: Sequence[torch.Tensor], is_image_token: torch.Tensor, is_counted_key: torch.Tensor
 ) -> list[float]:
-    """By layer, the share of the attention to counted keys that goes to image tokens: mean over heads and queries.
+    """By layer, the share of the attention to counted keys that goes to image tokens, as mean over heads and queries.
 
     Args:
         attention: For each layer, weights that don't have to sum to 1, `(num_heads, num_queries, S)`.
@@ -211,8 +217,9 @@ def attention_shares(
 def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
     """How far the keys and values of a picture's image tokens have turned from the `baseline` record of the picture.
 
-    A turn is 1 minus the cosine of a key or value and the same key or value in the baseline. The first layer is left
-    out, because a sweep changes the norm of its input but not the direction.
+    A sweep multiplies the image tokens that enter the decoder. `baseline` is the record without multiplication. A turn
+    is 1 minus the cosine of a key or value and the same key or value in the baseline. The first layer is left out,
+    because the sweep changes only the norm of its input, not the direction.
 
     Returns:
         The mean turn over tokens, heads and layers, as `"keys, turned"` and `"values, turned"`. Keys or values that

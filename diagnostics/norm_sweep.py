@@ -31,11 +31,11 @@ from diagnostics.table import COLUMNS, make_rows
 
 logger = logging.getLogger(__name__)
 
-# The fewest pictures over which an interval is narrow enough to say something.
+# The fewest pictures of a sweep. Over fewer, intervals are so wide that they say nothing.
 MIN_PICTURES = 3
 # Length, in tokens, at which a greedy answer is cut off.
 MAX_NEW_TOKENS = 8
-# Scores of one answer, by name of the measure.
+# Scores of the answers to one question, by name of the measure.
 Scores = dict[str, float]
 
 
@@ -58,11 +58,12 @@ class Measured(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """What a sweep records of the model as it is, that is, without multiplying image tokens.
+    """What a sweep records of the model as it is, which means that image tokens are not multiplied.
 
     Attributes:
         records: The record of each picture, with keys and values.
-        layer_1_norms: What [`measure_layer_1`] returns for each picture.
+        layer_1_norms: What [`measure_layer_1`] returns for each picture. Layer 1 is the decoder's first layer, whose
+            number in the rows is 0.
         image_norm: Mean norm of the image tokens that enter the decoder.
         text_norm: Mean norm of the text tokens that enter the decoder.
     """
@@ -96,7 +97,7 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
 
     tables = [ask_questions(model, processor, questions, doses, name)]
     for dose in doses:
-        # Records are large, so `measure_turning` takes a single dose, and drops its records when it returns.
+        # `measure_turning` takes a single dose, because its records are large: they are freed when it returns.
         tables.append(measure_turning(model, processor, questions, baseline, dose, name))
     tables.append(layer_1_rows(model, baseline))
 
@@ -131,7 +132,7 @@ def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -
     # At each dose the model reads the prompt four times: once for the record, and once with each of three pictures
     # (the question's own, a white picture, another question's). The greedy answer takes about four more passes.
     passes = 4 * num_doses + 4
-    # The passes over the tokens of answers take about half as long as all these passes together.
+    # The passes over the tokens of answers take about half as long as all these passes together, hence the 1.5.
     minutes = 1.5 * passes * seconds / 60
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, num_pictures, minutes)
 
@@ -234,7 +235,7 @@ def ask_question(
     """Scores of the answers to one question at each dose.
 
     If the right answer is known, the question is also asked about a white picture and about another question's
-    picture. Each score comes with a second one, whose name ends in `_change`: the score minus the score for the
+    picture. Each score comes with a second value, whose name ends in `_change`: the score minus the score for the
     question's own picture at dose 1.
 
     Args:
@@ -250,7 +251,7 @@ def ask_question(
     scores_by_control = {OWN_PICTURE: ask_own_picture(model, processor, question, choices, doses)}
     if choices.right:
         white = Image.new("RGB", question.image.size, "white")
-        # The picture of the question before. For the first question, index -1 gives the last question's picture.
+        # This is the picture of the question before. For the first question, index -1 gives that of the last question.
         other_image = questions[number - 1].image
         for control, image in ((BLANK_PICTURE, white), (OTHER_PICTURE, other_image)):
             messages = question.prompt_about(image)
@@ -271,7 +272,7 @@ class Choices(NamedTuple):
     """The answers that a model can choose from, each as a list of token ids.
 
     Attributes:
-        answers: The different answers that the data gives to the same question about any picture.
+        answers: All different answers that the data gives to the same question about any picture, the right one too.
         right: The right answer, which is the question's own; empty if the question has no answer.
     """
 
@@ -308,20 +309,21 @@ def ask_own_picture(
     prompt_length = len(is_image_token)
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
     greedy_answer = generated[0, prompt_length:].tolist()
-    # Log-probabilities of the vocabulary at each token of the greedy answer, `(num_tokens, vocab_size)`.
+    # The vocabulary's log-probabilities at the position of each token of the greedy answer, [num_tokens, vocab_size].
     (log_probs_as_it_is,) = distributions(model, read_prompt(model, inputs), [greedy_answer])
 
     scores_by_dose = []
     for dose in doses:
         with scaled(model, is_image_token, dose):
-            prompt = read_prompt(model, inputs)
+            prompt_state = read_prompt(model, inputs)
 
         # The greedy and the right answer are scored in one pass, which sees the multiplied tokens through the cache.
         answers = [greedy_answer]
         if choices.right:
             answers.append(choices.right)
-        log_probs_by_answer = distributions(model, prompt, answers)
+        log_probs_by_answer = distributions(model, prompt_state, answers)
 
+        # Given the greedy answer's tokens so far, a dose changes the answer if another token becomes the likeliest.
         log_probs_at_dose = log_probs_by_answer[0]
         likeliest_tokens = log_probs_at_dose.argmax(dim=-1).tolist()
         scores = {
@@ -331,8 +333,8 @@ def ask_own_picture(
         if choices.right:
             scores["loss"] = mean_loss(log_probs_by_answer[1], choices.right)
         if choices.right and len(choices.answers) > 1:
-            chosen = likeliest(model, prompt, choices.answers)
-            scores["named"] = float(choices.answers[chosen] == choices.right)
+            chosen_index = likeliest(model, prompt_state, choices.answers)
+            scores["named"] = float(choices.answers[chosen_index] == choices.right)
         scores_by_dose.append(scores)
     return scores_by_dose
 
@@ -340,25 +342,28 @@ def ask_own_picture(
 def ask_other_picture(
     model: PreTrainedModel, processor: Any, messages: list[Message], choices: Choices, doses: Sequence[float]
 ) -> list[Scores]:
-    """The score `loss` of the right answer at each dose, for messages that don't show the question's own picture."""
+    """Scores at each dose of the answers to a question about another picture: only the `loss` of the right answer.
+
+    `messages` are the question's prompt with the other picture.
+    """
     inputs = prepare_inputs(model, processor, messages)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
 
     scores_by_dose = []
     for dose in doses:
         with scaled(model, is_image_token, dose):
-            prompt = read_prompt(model, inputs)
-        (log_probabilities,) = distributions(model, prompt, [choices.right])
+            prompt_state = read_prompt(model, inputs)
+        (log_probabilities,) = distributions(model, prompt_state, [choices.right])
         scores_by_dose.append({"loss": mean_loss(log_probabilities, choices.right)})
     return scores_by_dose
 
 
 def mean_divergence(log_probabilities: torch.Tensor, other_log_probabilities: torch.Tensor) -> float:
-    """Mean KL divergence, over an answer's tokens, of other distributions from those given first.
+    """KL(p ‖ q) of two distributions p and q over the vocabulary, as mean over the tokens of an answer.
 
     Args:
-        log_probabilities: The vocabulary's log-probabilities at each token, `(num_tokens, vocab_size)`.
-        other_log_probabilities: The other log-probabilities, `(num_tokens, vocab_size)`.
+        log_probabilities: Logarithm of p at each token, `(num_tokens, vocab_size)`.
+        other_log_probabilities: Logarithm of q at each token, `(num_tokens, vocab_size)`.
     """
     differences = log_probabilities - other_log_probabilities
     divergences = (log_probabilities.exp() * differences).sum(dim=-1)  # [num_tokens]
@@ -386,7 +391,7 @@ def measure_turning(
     dose: float,
     name: str,
 ) -> pd.DataFrame:
-    """Rows of one dose: how far hidden states, keys and values turn, and where attention goes."""
+    """Rows of one dose: how far hidden states, keys and values turn, and how much attention goes to the picture."""
     layers = spread_layers(len(find_decoder(model).layers))
     records: list[Record] = []
     drifts: list[Measured] = []
@@ -404,9 +409,10 @@ def measure_turning(
         records.append(record)
 
     by_layer = measure_layers(records)
-    # The sweep's figure needs the turning in layer 1 as a measure of its own, without a layer.
+    # The sweep's figure shows the turning in layer 1, and takes it as a measure of its own, without a layer.
     is_turning_in_layer_1 = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
     turning_in_layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
+    # If no attention was recorded, `measure_attention` returns `None`, which `pd.concat` passes over.
     tables = [by_layer, turning_in_layer_1, measure_attention(records)]
     rows = pd.concat(tables).assign(dose=dose, control=OWN_PICTURE)
     return pd.concat([rows, tabulate_measured(drifts)])

@@ -20,27 +20,28 @@ def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
-    """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id.
+    """L2 norm of what the embedding layer returns for each token id, `(num_embeddings,)`.
 
-    The weight of the layer is not enough, because some decoders, such as Gemma's, scale the embeddings in the layer.
+    The layer is called, because the rows of its weight are not enough: some decoders, such as Gemma's, have a layer
+    that also scales the embeddings.
     """
     embedding_layer = model.get_input_embeddings()
     device = embedding_layer.weight.device
-    # If accelerate has offloaded the weight, it is on the meta device, and the layer takes ids from any device.
+    # A weight that accelerate has offloaded is on the meta device. The layer then takes ids from any device.
     if device.type == "meta":
         device = torch.device("cpu")
 
     token_ids = torch.arange(embedding_layer.num_embeddings, device=device)
     norms = []
     for chunk in token_ids.split(CHUNK_SIZE):
-        batch = chunk[None]  # [1, chunk_size], the shape that decoders give to the layer
+        batch = chunk[None]  # [1, chunk_size]: decoders give the layer a batch of samples
         embeddings = embedding_layer(batch)[0]  # [chunk_size, hidden_size]
         norms.append(token_norms(embeddings).cpu())
     return torch.cat(norms)
 
 
 def text_norm_target(norms: torch.Tensor) -> float:
-    """The paper's T (eq. 11): the mean norm of the text embeddings that are not all zero.
+    """The mean norm of the text embeddings that are not all zero. The paper (eq. 11) calls it T.
 
     Args:
         norms: L2 norms of all text embeddings, `(num_embeddings,)`.

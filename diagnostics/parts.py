@@ -1,4 +1,4 @@
-"""Finds the parts of a vision-language model that are measured. All models of transformers are searched in one way."""
+"""Finds the parts of a vision-language model that are measured, in the same way for all models of transformers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,22 +16,22 @@ PROJECTORS = (
     "language_projection", "aligner", "vision_projection", "projector", "resampler_model", "embed_vision",
     "vision_embed_tokens",
 )  # fmt: skip
-# Names of the groups of layers in a report.
+# A report shows means over groups of layers. These are the names of the groups.
 THIRDS = ("first third", "middle third", "last third")
-# The names by number of layers, for decoders with too few layers for thirds.
+# Names of the groups in a decoder with too few layers for thirds, by the number of its layers.
 FEW_LAYERS = {1: ("only layer",), 2: ("first layer", "last layer")}
 # Number of evenly spread layers whose attention and keys are measured, unless the user names layers.
 NUM_SPREAD = 6
 
 
 class DiagnosticsError(UserError):
-    """This model can't be measured as requested on this data; the message says why and what to do."""
+    """Says that a model can't be measured as requested on this data, and why. Commands show only the message."""
 
 
 def find_encoder(model: PreTrainedModel) -> nn.Module | None:
-    """The vision encoder; `None` if transformers knows none for this model."""
+    """The vision encoder; `None` if transformers knows no vision encoder of this model."""
     encoder = model.get_encoder(modality="image")
-    # transformers returns the model itself if it knows no encoder of it.
+    # `get_encoder` returns the model itself, or its base model, if it knows no vision encoder of the model.
     if encoder is model or encoder is model.base_model:
         return None
     return encoder
@@ -49,7 +49,8 @@ def find_projector(model: PreTrainedModel) -> nn.Module | None:
 
 def find_projector_norm(model: PreTrainedModel) -> Any:
     """The norm module at the end of a NormLlava's projector; `None` if there is none, and for other models."""
-    # In other models, a projector's `norm` may be somewhere else: Qwen3-VL's projector begins with it.
+    # In other models, a projector's module `norm` may not be at the end: Qwen3-VL's projector begins with one. Only a
+    # NormLlava's config has the field `projector_norm`.
     if not hasattr(model.config, "projector_norm"):
         return None
 
@@ -86,7 +87,7 @@ def outermost_module(modules: Sequence[tuple[str, nn.Module]]) -> nn.Module | No
     """
     if not modules:
         return None
-    # Each dot in a path is one level of nesting.
+    # Each dot in a path is one level of nesting. `min` returns the first of several modules at the same level.
     _, module = min(modules, key=lambda path_and_module: path_and_module[0].count("."))
     return module
 
@@ -137,6 +138,6 @@ def choose_layers(num_layers: int, layers: Sequence[int] | None, count: int = NU
 
 
 def spread_layers(num_layers: int, count: int = NUM_SPREAD) -> list[int]:
-    """Numbers of `count` layers, evenly spread from the first to the last; of all layers if there are fewer."""
+    """Numbers of `count` layers, evenly spread from the first to the last; all numbers if there are fewer layers."""
     evenly_spread = np.linspace(0, num_layers - 1, count).round().astype(int)
     return sorted(set(evenly_spread.tolist()))

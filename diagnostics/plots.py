@@ -24,20 +24,22 @@ from diagnostics.table import Summary
 from diagnostics.verdict import get_estimate
 
 
-# The parameters of a function that draws a figure.
+# The parameters of a function that [`styled`] decorates.
 Parameters = ParamSpec("Parameters")
 
 WIDTH = 7.0  # width of a figure in inches
-# A longer name of a model is cut at its beginning: the names of checkpoints differ at their end.
+# A model's name with more characters than this is cut at its beginning: the names of checkpoints differ at their end.
 MAX_LEGEND_CHARACTERS = 40
 MAX_TITLE_CHARACTERS = 80
 
 INK = "#24292f"  # nearly black, for text and axes
 FAINT = "#8c959f"  # grey, for what a curve is compared with
-# Okabe and Ito's colours, which are safe for colour blindness. Every curve also has its own dash pattern.
+# The other colours are Okabe and Ito's, which people with colour blindness can tell apart. Curves also differ in their
+# dash patterns.
 GREEN = "#009e73"
 MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
-# Styles of curves, as options of matplotlib's `plot`. A dash pattern is an offset, and the lengths of dashes and gaps.
+# Styles of curves, as options of matplotlib's `plot`. A dash pattern is an offset, and then the lengths of dashes and
+# gaps in turn.
 DOTTED: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "marker": ""}
 MODALITY_STYLES: dict[str, dict[str, Any]] = {
     "visual": {"color": MODALITY_COLOURS["visual"]},
@@ -49,6 +51,7 @@ MODEL_STYLES: list[dict[str, Any]] = [
     {"color": "#e69f00", "linestyle": (0, (4, 1.5, 1, 1.5)), "marker": "^"},
     {"color": "#56b4e9", "linestyle": (0, (2, 1)), "marker": "D"},
 ]
+# Settings of matplotlib for all figures.
 STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -91,8 +94,10 @@ class SweepCurve(NamedTuple):
     control: str = OWN_PICTURE
 
 
-# The panels of the sweep's figure: the title of each, and its curves.
+# Title of the panel whose values are shares.
 RIGHT_ANSWERS = "right answer is likeliest"
+# The curves of each panel of the sweep's figure, by the panel's title. "× 1" stands for the model as it is, with image
+# tokens multiplied by 1.
 PANELS = {
     RIGHT_ANSWERS: [SweepCurve("own picture", "named")],
     "loss of the right answer": [
@@ -112,7 +117,7 @@ PANELS = {
 def draw_figures(
     models: Mapping[str, Summary], swept: Mapping[str, Mapping[tuple[float, str], Summary]] | None = None
 ) -> dict[str, Figure]:
-    """The figures of a report by name, except key maps and attention maps. A figure without data is left out.
+    """The figures of a report by name, except the key map and attention maps. A figure without data is left out.
 
     Args:
         models: Summaries by the model's name.
@@ -173,15 +178,17 @@ def draw_curve(axes: Axes, summary: pd.DataFrame, x: str = "layer", band_opacity
     position = summary[x].astype(float)
     low = summary["low"].astype(float)
     high = summary["high"].astype(float)
-    (line,) = axes.plot(position, summary["mean"], **{"marker": "o", **style})
+    style_with_marker = {"marker": "o", **style}  # a marker of `style` replaces this one
+    (line,) = axes.plot(position, summary["mean"], **style_with_marker)
     axes.fill_between(position, low, high, alpha=band_opacity, color=line.get_color(), linewidth=0)
 
 
 @styled
 def draw_overview(models: Mapping[str, Summary]) -> Figure:
-    """A row for each model: norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture.
+    """Draw a row for each model: norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture.
 
-    The column of attention is left out if no model's attention was recorded.
+    Turning is 1 minus the cosine of a layer's input and output. The column of attention is left out if no model's
+    attention was recorded.
     """
     has_attention = any(summary.look("attention") is not None for summary in models.values())
     figure, rows = _rows_of_axes(models, columns=3 if has_attention else 2)
@@ -208,9 +215,12 @@ def draw_overview(models: Mapping[str, Summary]) -> Figure:
 
 @styled
 def draw_gaps(models: Mapping[str, Summary]) -> Figure:
-    """Norm ratio and gap of cosines between image and text tokens by layer, with a curve for each model."""
+    """Draw the norm ratio and the cosine gap between image and text tokens by layer, with a curve for each model.
+
+    The gap is the mean cosine of image tokens minus that of text tokens, each between a layer's input and output.
+    """
     figure, (norm_axes, gap_axes) = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
-    # With more models than styles, the styles begin again.
+    # If there are more models than styles, the styles begin again.
     for style, (name, summary) in zip(itertools.cycle(MODEL_STYLES), models.items()):
         label = name[-MAX_LEGEND_CHARACTERS:]
         draw_curve(norm_axes, summary.curve("norm_ratio"), label=label, **style)
@@ -226,9 +236,10 @@ def draw_gaps(models: Mapping[str, Summary]) -> Figure:
 
 @styled
 def draw_keys(models: Mapping[str, Summary]) -> Figure:
-    """A row for each model: the distance between image and text tokens by layer, for keys and for values.
+    """Draw a row for each model: how different image and text tokens are by layer, in their keys and in their values.
 
-    Dotted curves show the distance between two halves of the pictures, for comparison.
+    The left axes show the distance MMD², with the distance between two random halves of the pictures as dotted curves.
+    The right axes show how often a linear probe tells image tokens from text tokens.
     """
     figure, rows = _rows_of_axes(models, columns=2)
     for (mmd_axes, probe_axes), summary in zip(rows, models.values(), strict=True):
@@ -237,7 +248,7 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
             draw_curve(mmd_axes, summary.curve(f"{space}.mmd_halves"), color=style["color"], **DOTTED)
             draw_curve(probe_axes, summary.curve(f"{space}.probe"), label=space, **style)
         mmd_axes.set_ylabel("MMD²")
-        probe_axes.set_ylabel("accuracy of a probe")
+        probe_axes.set_ylabel("accuracy of a linear probe")
 
     _add_legends(rows)
     return figure
@@ -245,7 +256,7 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
 
 @styled
 def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
-    """A run's checkpoints: norms at the decoder and turning over steps, and turning by layer (Fig. 5).
+    """Draw a run's checkpoints: norms at the decoder and turning over steps, and turning by layer (Fig. 5).
 
     Args:
         points: The summary of each checkpoint by step.
@@ -256,7 +267,7 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
     for axes, measure in zip(step_axes, ("at_decoder", "turning"), strict=True):
         for modality, style in MODALITY_STYLES.items():
             estimates = pd.DataFrame([summary.look(measure, modality) for summary in points.values()])
-            draw_curve(axes, estimates.assign(step=list(points)), "step", label=modality, **style)
+            draw_curve(axes, estimates.assign(step=list(points)), x="step", label=modality, **style)
     step_axes[0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
     step_axes[1].set(xlabel="step", ylabel="turning, 1 − cosine")
     _add_legend_above(figure, step_axes[0])
@@ -275,12 +286,13 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
 
 @styled
 def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
-    """A row for each model, with the `PANELS`: what changes with the norm of image tokens.
+    """Draw what changes with the norm of image tokens: a row for each model, with all `PANELS`.
 
     Args:
         models: Summaries by the model's name, then by dose and control.
     """
-    figure, rows = _rows_of_axes(models, len(PANELS))
+    figure, rows = _rows_of_axes(models, columns=len(PANELS))
+    # Four panels in a row need more width than the other figures have.
     figure.set_size_inches(1.5 * WIDTH, 0.8 + 2.4 * len(models))
     for row, points in zip(rows, models.values(), strict=True):
         _draw_panels(row, points)
@@ -304,8 +316,9 @@ def _draw_panels(row: Sequence[Axes], points: Mapping[tuple[float, str], Summary
         for curve, style in zip(curves, MODEL_STYLES, strict=False):  # there are more styles than curves
             estimates = _estimates_by_norm(points, curve, image_norm)
             if not estimates.empty:
-                draw_curve(axes, estimates, "norm", label=curve.label, **style)
+                draw_curve(axes, estimates, x="norm", label=curve.label, **style)
 
+        # A dark line is at the model's own norm of image tokens, faint lines are at the norms of what layer 1 adds.
         _mark_norm(axes, image_norm, INK)
         for update in updates:
             if update is not None:
@@ -338,11 +351,14 @@ def _mark_norm(axes: Axes, norm: float, colour: str) -> None:
     axes.axvline(norm, color=colour, linewidth=0.6, linestyle=":", zorder=0)
 
 
-def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
-    """A figure, and a row of axes for each name, which is the row's title. Horizontal axes are labelled as layers."""
-    size = (WIDTH, 0.6 + 1.8 * len(names))
-    figure, rows = plt.subplots(len(names), columns, figsize=size, squeeze=False, layout="constrained")
-    for row, name in zip(rows, names, strict=True):
+def _rows_of_axes(models: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
+    """A figure with a row of axes for each model, whose name is the row's title, and all its axes.
+
+    The axes are `(num_models, columns)`. Horizontal axes are labelled as layers.
+    """
+    size = (WIDTH, 0.6 + 1.8 * len(models))  # in inches: 0.6 for the legends, 1.8 for each row
+    figure, rows = plt.subplots(len(models), columns, figsize=size, squeeze=False, layout="constrained")
+    for row, name in zip(rows, models, strict=True):
         _set_title(row[0], name[-MAX_TITLE_CHARACTERS:])
         row[0].margins(x=0.02)
     for axes in rows[-1]:
@@ -389,8 +405,8 @@ def _set_title(axes: Axes, title: str) -> None:
 
 
 def _choose_ticks(axes: Axes) -> None:
-    """Set ticks at integers on horizontal axes, which mostly are layers, and at a few round numbers on log axes."""
-    if axes.lines:  # a colour bar and a picture have none
+    """Set ticks at integers on horizontal axes, most of which show layers, and at a few round numbers on log axes."""
+    if axes.lines:  # axes with curves, not a colour bar or a picture
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _choose_log_ticks(axes.xaxis, *axes.get_xlim())
     _choose_log_ticks(axes.yaxis, *axes.get_ylim())
@@ -401,7 +417,7 @@ def _choose_log_ticks(axis: Axis, low: float, high: float) -> None:
     if axis.get_scale() != "log":
         return
 
-    # A short axis would have too few ticks if they were only at powers of ten.
+    # An axis over less than two powers of ten gets ticks between the powers too, or it would have hardly any.
     if high < 10 * low:
         axis.set_major_locator(MaxNLocator(5))
     elif high < 100 * low:

@@ -1,7 +1,7 @@
 """Records one forward pass of a vision-language model with hooks. The measures are computed from the record.
 
-Recording works for every model of transformers whose parts `diagnostics.parts` finds, and doesn't change a bit of the
-logits. Hidden states are not kept: the hooks reduce them to a few float32 numbers per token. Attention is kept for
+Recording works for every model of transformers whose parts `diagnostics.parts` finds. The logits stay the same, bit
+for bit. Hidden states are not kept: the hooks reduce them to a few float32 numbers per token. Attention is kept for
 chosen queries only, and keys and values for chosen tokens only.
 """
 
@@ -24,8 +24,8 @@ from diagnostics.tokens import Inputs, Tokens, exclude_newlines, find_sinks
 
 # Maximum number of queries per sample whose attention is kept.
 MAX_QUERIES = 16
-# Names that `InterfaceHooks` gives to the places before the decoder. A record has the norms of the tensors at each
-# place that the model has. "norm_input" is the input of the norm layer at the end of a NormLlava's projector.
+# Names that `InterfaceHooks` gives to the places before the decoder. "norm_input" is the input of the norm module at
+# the end of a NormLlava's projector; other models don't have this place.
 PLACES_BEFORE_DECODER = ("encoder_output", "projector_input", "norm_input", "projector_output")
 # Smallest divisor, so that a zero vector does not give NaN.
 TINY = 1e-30
@@ -41,7 +41,8 @@ class Record:
         input_ids: Token ids of the sample, `(S,)`.
         tokens: Type of each position; sinks are excluded.
         tokens_with_sinks: Type of each position, where sinks still count as image or text tokens.
-        interface: Norms of the tokens, `(num_tokens,)`, at each of the `PLACES_BEFORE_DECODER` that the model has.
+        interface: By place, norms of the picture's features, `(num_features,)`, for each of the
+            `PLACES_BEFORE_DECODER` that the model has.
         layer_norms: L2 norm of each layer's input, and then of the last layer's output before the decoder's final
             norm module, `(L + 1, S)`.
         cosines: Cosine of each layer's input and output, `(L, S)`.
@@ -83,7 +84,7 @@ class Probe:
     Args:
         model: The model. Attention is recorded if its decoder runs with `attn_implementation="sdpa"`.
         inputs: What the model's processor returns for one sample, `input_ids` of shape `(1, S)`.
-        tokens: Type of each position, as [`~diagnostics.tokens.classify_sample`] finds it from the inputs alone.
+        tokens: What [`~diagnostics.tokens.classify_sample`] returns: the type of each position, from the inputs alone.
         layers: Layers whose attention, keys and values are kept; all by default.
         key_positions: Positions in the sample whose keys and values are kept, `(num_kept,)`; all by default.
     """
@@ -111,13 +112,15 @@ class Probe:
     def __enter__(self) -> Self:
         decoder = find_decoder(self._model)
 
-        with ExitStack() as hooks:  # if something below fails, the hooks before it are removed from the model
+        # If registering fails, leaving this context removes the hooks that are registered already. If it succeeds,
+        # `pop_all` takes the hooks out of this context, and they stay until `__exit__`.
+        with ExitStack() as hooks:
             self._register(hooks, decoder)
             self._hooks = hooks.pop_all()
         return self
 
     def _register(self, hooks: ExitStack, decoder: nn.Module) -> None:
-        """Register all hooks of the probe."""
+        """Register all hooks of the probe, and add their removal to `hooks`."""
         interface_hooks = InterfaceHooks(self._model, self._record_place)
         self._notes = hooks.enter_context(interface_hooks).notes
 
@@ -142,7 +145,7 @@ class Probe:
 
     @torch.no_grad()
     def _record_place(self, place: str, features: torch.Tensor) -> None:
-        """Record the norms of the features at a place before the decoder. At the decoder, exclude newline features."""
+        """Record the norms of features at a place before the decoder. At the decoder, exclude newline features."""
         if place == "decoder":
             self._check_decoder_input(features)
             self._tokens = exclude_newlines(self._model, features[0], self._tokens)
@@ -158,11 +161,11 @@ class Probe:
         self._interface[place] = torch.cat([norms_of_earlier_tiles, norms])
 
     def _without_padding(self, features: torch.Tensor) -> torch.Tensor:
-        """The encoder's features, without the features of patches that only pad a tile (LFM2-VL)."""
+        """The encoder's features, without the features of patches that only pad a tile, which LFM2-VL has."""
         is_real_patch = self._inputs.get("pixel_attention_mask")
         if is_real_patch is None:
             return features
-        # In other families the mask is one of pixels, and doesn't have the shape of the features.
+        # In other model families the mask is over pixels, not over patches, and its shape differs from the features.
         if is_real_patch.shape != features.shape[:-1]:
             return features
         return features[is_real_patch.bool().to(features.device)]
@@ -200,7 +203,7 @@ class Probe:
         self._changes[number] = describe_change(before_layer, after_layer).cpu()
 
     def record(self) -> Record:
-        """The record of the forward pass.
+        """The record of the forward pass, which has to be over.
 
         Raises:
             DiagnosticsError: if the hidden states overflowed.
@@ -264,11 +267,14 @@ def choose_queries(tokens: Tokens) -> torch.Tensor:
     These are the last ordinary text tokens after the last picture, at most `MAX_QUERIES` - 1 of them, and the last
     token of the prompt, from which the model predicts the answer's first token.
     """
-    prompt = (~tokens.excluded["padding"]).nonzero()[:, 0]  # positions, [num_prompt_tokens]
-    last_image_token = tokens.visual.nonzero()[-1, 0]
-    is_question = (prompt > last_image_token) & tokens.text[prompt]
-    question = prompt[is_question]
+    is_in_prompt = ~tokens.excluded["padding"]
+    prompt_positions = is_in_prompt.nonzero()[:, 0]
+    last_image_position = tokens.visual.nonzero()[-1, 0]
+    is_text_after_picture = (prompt_positions > last_image_position) & tokens.text[prompt_positions]
+    text_positions = prompt_positions[is_text_after_picture]
 
-    queries = torch.cat([question[-(MAX_QUERIES - 1) :], prompt[-1:]])
-    # The prompt's last token may also be the question's last token, and is kept once. `unique` also sorts.
+    last_text_positions = text_positions[-(MAX_QUERIES - 1) :]
+    last_position = prompt_positions[-1:]
+    queries = torch.cat([last_text_positions, last_position])
+    # The prompt's last token may also be one of the text tokens, and is kept once. `unique` also sorts.
     return torch.unique(queries)

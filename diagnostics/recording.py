@@ -22,8 +22,8 @@ def record_questions(
 ) -> list[Record]:
     """A record of each question up to where its answer begins.
 
-    The model runs in eval mode, and is in its own mode again afterwards. Its language model head is not run, because
-    nothing after the decoder is measured.
+    The model runs in eval mode, and is in its own mode again afterwards. The language model head, which computes the
+    logits, is not run, because nothing after the decoder is measured.
 
     Args:
         model: The model.
@@ -36,7 +36,7 @@ def record_questions(
         DiagnosticsError: if a question can't be measured; the message names it.
     """
     ids = token_ids(model, processor)
-    # All records together keep the keys of about `MAX_TOKENS` tokens of each modality.
+    # All records together keep the keys and values of about `MAX_TOKENS` tokens of each modality.
     num_kept = max(1, MAX_TOKENS // len(questions))
 
     records = []
@@ -68,8 +68,8 @@ def record_question(
 
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Hold the model in eval mode. Afterwards each of its modules is in its own mode again."""
-    # `model.train()` would also change the modules that were in eval mode before.
+    """Keep the model in eval mode inside the context. Afterwards each module is in the mode that it had before."""
+    # Only these modules are put back to training mode. `model.train()` would also change those that were in eval mode.
     training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -93,7 +93,7 @@ def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Messag
 
     # PaliGemma's processor also returns labels, which are for training.
     inputs = {name: value for name, value in prepared.items() if name != "labels"}
-    return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))
+    return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))  # the dtype is only given to floats
 
 
 def _process(processor: Any, messages: list[Message]) -> Any:
@@ -106,7 +106,7 @@ def _process(processor: Any, messages: list[Message]) -> Any:
             messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
         )
 
-    image_mark = getattr(processor, "image_token", "<image>")
+    image_mark = getattr(processor, "image_token", "<image>")  # the text that stands for a picture
     lines = []
     images = []
     for message in messages:

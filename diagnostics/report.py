@@ -22,7 +22,7 @@ DIFFERENCE = "difference (second − first)"
 
 
 class Chapter(NamedTuple):
-    """A chapter of the page.
+    """A chapter of the report's page, on some measures.
 
     Attributes:
         figures: Names of the chapter's figures.
@@ -36,7 +36,7 @@ class Chapter(NamedTuple):
 KEYS_AND_VALUES = "Keys and values"
 # The chapter of measures whose names have none of the prefixes of the other chapters.
 OTHER_MEASURES = "Other measures"
-# The chapters by title, in the order of the page.
+# The chapters by title, in the order of the page. The figures that are in no chapter stand before all chapters.
 CHAPTERS = {
     "Norms up to the decoder": Chapter(
         figures=(),
@@ -91,7 +91,7 @@ class Report:
         command: Command that made the report.
         versions: Versions of torch and transformers.
         data: Name of the file or folder with the data.
-        passed_over: Number of rows that were skipped because they have no picture.
+        passed_over: Number of rows that were skipped because they have no picture before the first answer.
         unreadable: A line for each row that was skipped because it can't be read.
         models: A report of each model.
     """
@@ -123,11 +123,13 @@ def sentences(model: ModelReport) -> list[str]:
 
 
 def compare_turning(gap: Estimate | None) -> str:
-    """How image tokens turn compared with text tokens, in words.
+    """How fast image tokens turn compared with text tokens, in words.
+
+    A larger cosine of a layer's input and output means slower turning. The difference is clear if the gap's whole
+    interval is on one side of 0.
 
     Args:
-        gap: Cosine of image tokens minus cosine of text tokens. A larger cosine means slower turning, and the two
-            differ if the gap's whole interval is on one side of 0.
+        gap: Cosine of image tokens minus cosine of text tokens; `None` if it was not measured.
     """
     if gap is None:
         return "no clear difference"
@@ -145,7 +147,7 @@ def tell_sweep(rows: pd.DataFrame) -> list[str]:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A number with a few significant digits, from 1,000 on as an integer; a dash for NaN, a missing value."""
+    """A number with `digits` significant digits, or as an integer from 1,000 on; a dash for NaN, a missing value."""
     if math.isnan(value):
         return "–"
     rounded = f"{value:.{digits}g}"
@@ -172,9 +174,9 @@ def with_interval(estimate: Estimate) -> str:
     if width == 0:
         return f"{format_number(estimate.mean, digits=5)} (± 0)"
 
-    # The ends of a very narrow interval would only differ after many digits, so half of its width is shown instead, as
-    # in "1.13277 (± 4e-05)". The mean is shown down to the second digit of the width, but with no more than the 8
-    # significant digits that float32 holds.
+    # The ends of a very narrow interval differ only after many digits. So half of the interval's width is shown in
+    # place of the ends, as in "1.13277 (± 4e-05)". The mean is shown down to the second digit of the width, but with
+    # no more than the 8 significant digits that float32 holds.
     largest = max(abs(estimate.mean), abs(estimate.low), abs(estimate.high))
     if width <= 1e-4 * largest:
         digits = min(8, 1 - math.floor(math.log10(width / largest)))
@@ -195,7 +197,7 @@ def _format_decimals(value: float, decimals: int) -> str:
 
 
 def describe_change(change: Estimate) -> str:
-    """A change with its interval, or "nothing" if it is 0 for all pictures."""
+    """A change with its interval, or "nothing" if the change is 0 for all pictures."""
     if change.low == 0 and change.high == 0:
         return "nothing (all pictures agree)"
     return with_interval(change)
@@ -215,12 +217,12 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     if len(models) == 2:
         frames[DIFFERENCE] = paired_difference(models[0].name, models[1].name, rows)
 
-    # What a column shows for a measure that it has no value of.
+    # What each column shows if it has no value of a measure. Many measures have no difference, so its column is empty.
     without_value = dict.fromkeys(frames, "–")
     if DIFFERENCE in frames:
         without_value[DIFFERENCE] = ""
 
-    # For each chapter, the rows by label; for each row, the text by column.
+    # The texts of the tables by chapter, then by the row's label, then by column.
     texts: dict[str, dict[str, dict[str, str]]] = {title: {} for title in CHAPTERS}
     for column, frame in frames.items():
         without_layer = frame[frame["layer"].isna()]
@@ -245,7 +247,7 @@ def row_label(measure: str, modality: str) -> str:
 
 
 def paired_difference(first: str, second: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """The second model's results minus the first model's, as [`summarize_rows`] returns them.
+    """The second model's results minus the first model's results, in the form that [`summarize_rows`] returns.
 
     Differences without an interval are left out. So are differences of measures of keys and values, because the keys
     and values of two models share no scale.
@@ -255,7 +257,8 @@ def paired_difference(first: str, second: str, rows: pd.DataFrame) -> pd.DataFra
     difference = summarize_rows(subtract_rows(rows_of_second, rows_of_first))
 
     has_interval = difference["low"].notna()
-    is_of_keys_or_values = difference["measure"].str.startswith(CHAPTERS[KEYS_AND_VALUES].measures)
+    prefixes = CHAPTERS[KEYS_AND_VALUES].measures
+    is_of_keys_or_values = difference["measure"].str.startswith(prefixes)
     return difference[has_interval & ~is_of_keys_or_values]
 
 
@@ -278,7 +281,7 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
     # The page itself holds the figures, as base64 text.
     images = {path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures.glob("*.png")}
     tables = make_tables(report.models, rows)
-    # The page's definitions of measures name constants of the modules `keys`, `divergence` and `key_map`.
+    # The page defines the measures, and takes numbers for this from the modules `keys`, `divergence` and `key_map`.
     return _load_template("report.html.jinja").render(
         report=report,
         measured_on=measured_on(report),
@@ -296,14 +299,15 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
 
 def _render_lines(name: str, **values: object) -> list[str]:
     """The lines of a rendered template that aren't empty."""
-    lines = _load_template(name).render(values).splitlines()
+    text = _load_template(name).render(values)
+    lines = text.splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
 def _load_template(name: str) -> Template:
     """A template of this folder, with the filters that show numbers."""
     folder = FileSystemLoader(Path(__file__).parent)
-    is_html = name.endswith("html.jinja")
+    is_html = name.endswith("html.jinja")  # the other templates are plain text, where nothing is escaped
     environment = Environment(loader=folder, autoescape=is_html, trim_blocks=True)
     environment.filters["change"] = describe_change
     environment.filters["interval"] = with_interval

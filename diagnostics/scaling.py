@@ -9,10 +9,12 @@ from transformers import PreTrainedModel
 from diagnostics.hooks import InterfaceHooks
 
 
-# Doses are the factors by which a sweep multiplies the image tokens. The first dose leaves the model as it is.
+# A sweep measures a model with its image tokens multiplied by several factors, which are called doses. The first dose
+# leaves the model as it is.
 UNCHANGED_DOSE = 1.0
 DOSES = (UNCHANGED_DOSE, 0.03, 0.1, 0.3, 3.0, 10.0, 30.0)
-# Values of the column `control` of a sweep: the picture that the question was asked about.
+# A sweep also asks each question about pictures other than its own. The column `control` of a sweep's rows says which
+# picture was shown. These are the column's values.
 OWN_PICTURE = ""  # the question's own picture
 BLANK_PICTURE = "blank"  # a white picture
 OTHER_PICTURE = "another's"  # another question's picture
@@ -22,9 +24,9 @@ OTHER_PICTURE = "another's"  # another question's picture
 def scaled(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -> Iterator[None]:
     """Multiply a sample's image tokens by `scale` where they enter the decoder's first layer.
 
-    Every forward pass over as many tokens as the mask has is changed, so no pass over another sample of this length
-    may run inside the context. Passes over the tokens that the model generates after the sample see the scaled tokens
-    through the cache. At a scale of 1 nothing changes, bit for bit.
+    A forward pass is taken for one over this sample if it has as many tokens as the mask, so no pass over another
+    sample of this length may run inside the context. Passes over the tokens that the model generates after the sample
+    are left as they are: they see the scaled tokens through the cache. At a scale of 1 nothing changes, bit for bit.
 
     Args:
         model: The model. Its hooks are removed when the context is left.
@@ -34,10 +36,11 @@ def scaled(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -
     mask = is_image_token.reshape(-1, 1)  # [S, 1]
 
     def multiply(place: str, states: torch.Tensor) -> torch.Tensor | None:
+        """The decoder's input with scaled image tokens; `None` to leave the tensor at this place as it is."""
         if place != "decoder" or scale == 1:
             return None
         num_tokens = states.shape[1]
-        if num_tokens != len(mask):
+        if num_tokens != len(mask):  # not a pass over this sample
             return None
         return torch.where(mask.to(states.device), states * scale, states)
 

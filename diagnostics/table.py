@@ -1,8 +1,9 @@
 """The rows that every measure returns, and their means over pictures with 95% intervals.
 
 Tokens of one picture are correlated, so each picture counts once, with the mean over its tokens. Intervals are
-Student's t over pictures. For statistics that are not means, such as ratios, they are Student's t over the jackknife's
-pseudo-values (Tukey, 1958; Efron and Stein, 1981): over few pictures, a percentile bootstrap is too narrow.
+Student's t intervals over pictures. For statistics that are not means over pictures, such as ratios, they are
+Student's t intervals over the jackknife's pseudo-values, one for each picture (Tukey, 1958; Efron and Stein, 1981). A
+percentile bootstrap is not used, because its intervals are too narrow over few pictures.
 """
 
 from collections.abc import Sequence
@@ -19,16 +20,16 @@ from diagnostics.parts import layer_groups
 
 # An interval holds the true mean with this probability.
 LEVEL = 0.95
-# Columns of the rows that measures return. `modality` is "visual", "text" or empty. A row with a number in `picture`
-# holds the value of this picture. A measure that is no mean over pictures has a row without a picture, which holds the
-# value over all pictures, and its other rows hold the pseudo-value of each picture.
+# Columns of the rows that measures return. `modality` is "visual", "text" or empty. `value` is the measure's value for
+# the picture whose number is in `picture`. A measure that is no mean over pictures has a row without a number in
+# `picture`, whose `value` is that over all pictures; in its other rows, `value` is the picture's pseudo-value.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
 # Measures by layer that are also reported as means over each third of the layers.
 BY_THIRD = ("gap", "norm_ratio", "turning")
 
 
 class Estimate(NamedTuple):
-    """A mean over pictures with the ends of its interval, `low` and `high`, which are NaN if there is no interval."""
+    """A mean over pictures, and the ends `low` and `high` of its interval; both are NaN if there is no interval."""
 
     mean: float
     low: float = float("nan")
@@ -40,7 +41,8 @@ class Summary:
     """What [`summarize_rows`] returns for one model, as a list of dictionaries that can be saved as JSON.
 
     Attributes:
-        rows: A dictionary for each measure, modality and layer, with these as keys, and `mean`, `low`, `high` and `n`.
+        rows: For each measure, modality and layer, a dictionary with the keys `measure`, `modality`, `layer`, `mean`,
+            `low`, `high` and `n`.
     """
 
     rows: list[dict[str, Any]]
@@ -49,7 +51,7 @@ class Summary:
     def of(cls, rows: pd.DataFrame) -> "Summary":
         """The summary of a model's rows, with means over layers."""
         frame = summarize_rows(with_means(rows))
-        # JSON has no NaN.
+        # JSON has no NaN, so missing numbers are `None`.
         frame_with_none = frame.astype(object).where(frame.notna(), None)
         return cls(frame_with_none.to_dict("records"))
 
@@ -75,6 +77,7 @@ class Summary:
         return chosen[chosen["layer"].notna()].sort_values("layer")
 
     def _choose(self, measure: str, modality: str) -> pd.DataFrame:
+        """The rows of a measure, with and without a layer."""
         is_chosen = (self.frame["measure"] == measure) & (self.frame["modality"] == modality)
         return self.frame[is_chosen]
 
@@ -130,13 +133,14 @@ def ratio_rows(
     Args:
         measure: The measure's name.
         numerator: The values of each picture, `(num_pictures,)` or `(num_pictures, num_layers)`.
-        denominator: As `numerator`.
-        layers: As in [`make_rows`].
+        denominator: The values of each picture, in the shape of `numerator`.
+        layers: What [`make_rows`] takes as `layers`.
     """
     numerator_sum = numerator.sum(axis=0)
     denominator_sum = denominator.sum(axis=0)
     whole = numerator_sum / denominator_sum
-    with np.errstate(invalid="ignore"):  # for a single picture this is 0 / 0
+    # For each picture, the ratio of all other pictures. For a single picture this is 0 / 0.
+    with np.errstate(invalid="ignore"):
         without_each = (numerator_sum - numerator) / (denominator_sum - denominator)
     return jackknife_rows(measure, whole, without_each, layers=layers)
 
@@ -151,10 +155,10 @@ def jackknife_rows(
         whole: The statistic of all pictures, a number or `(num_layers,)`.
         without_each: For each picture, the statistic of all other pictures, `(num_pictures,)` or
             `(num_pictures, num_layers)`; NaN for a picture that has no value.
-        modality: As in [`make_rows`].
-        layers: As in [`make_rows`].
+        modality: What [`make_rows`] takes as `modality`.
+        layers: What [`make_rows`] takes as `layers`.
     """
-    # A single picture has no pseudo-value, because there are no other pictures: it gets the statistic itself.
+    # A single picture has no pseudo-value, because there are no other pictures. It gets the statistic itself.
     if len(without_each) == 1:
         return make_rows(measure, whole[None], modality, layers, whole)
 
@@ -182,7 +186,7 @@ def with_means(rows: pd.DataFrame) -> pd.DataFrame:
     tables = [rows, mean_over_layers(rows)]
 
     by_third = rows[rows["measure"].isin(BY_THIRD)]
-    # Only the gap tells the number of layers: norms have a further value, after the last layer.
+    # The number of layers is taken from the gap, because norms have a further value, after the last layer.
     last_layer = by_third.loc[by_third["measure"] == "gap", "layer"].max()
     if not pd.isna(last_layer):
         for third, layers in layer_groups(int(last_layer) + 1).items():
@@ -202,6 +206,7 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """
     group_columns = [name for name in rows.columns if name not in ("picture", "value")]
     has_picture = rows["picture"].notna()
+    # A column for the values of single pictures, and a column for values over all pictures.
     split = rows.assign(
         value_of_picture=rows["value"].where(has_picture),
         value_over_pictures=rows["value"].where(~has_picture),
@@ -214,13 +219,14 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
     )
     over_pictures = groups.reset_index()
 
-    # `clip` only keeps the formulas defined. For fewer than two pictures the deviation is NaN, and so is the interval.
+    # For fewer than two pictures the deviation is NaN, and so is the interval. `clip` only keeps the formulas defined
+    # for them.
     n = over_pictures["n"]
     degrees_of_freedom = n.clip(lower=2) - 1
     quantile = stdtrit(degrees_of_freedom, (1 + LEVEL) / 2)  # of Student's t
     half_width = quantile * over_pictures["deviation"] / np.sqrt(n.clip(lower=1))
 
-    # A measure that is no mean over pictures has its value over all pictures in the place of the mean.
+    # For a measure that is no mean over pictures, the value over all pictures takes the place of the mean.
     mean = over_pictures["whole"].fillna(over_pictures["mean"])
     return over_pictures[group_columns].assign(
         mean=mean, low=mean - half_width, high=mean + half_width, n=n.astype("Int64")
@@ -228,9 +234,9 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def subtract_rows(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the differences of two models, second minus first, picture by picture.
+    """Rows of the differences of two models, the second model's value minus the first model's, for each picture.
 
-    Both models were measured on the same pictures in the same order.
+    Both models have to be measured on the same pictures in the same order.
     """
     shared_columns = [name for name in COLUMNS if name != "value"]
     pairs = first.merge(second, on=shared_columns, suffixes=("_first", "_second"))

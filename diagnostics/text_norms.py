@@ -1,4 +1,4 @@
-"""Compares the norms of a language model's text embeddings with those in vision-language models trained from it.
+"""Compares norms of text embeddings in a language model and in vision-language models that were trained from it.
 
     python -m diagnostics.text_norms --model Qwen/Qwen2.5-7B-Instruct Qwen/Qwen2.5-VL-7B-Instruct
 
@@ -24,6 +24,7 @@ from diagnostics.norms import vocabulary_norms
 
 logger = logging.getLogger(__name__)
 
+# Name of the table's file in `--output_dir`.
 FILE = "text_norms.csv"
 
 
@@ -71,9 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
 def compare_text_norms(norms: Mapping[str, torch.Tensor]) -> pd.DataFrame:
     """A row for each model, with columns `model`, `embeddings`, `mean`, `standard_deviation` and `ratio`.
 
-    All-zero embeddings, which pad a vocabulary, are left out, as in the paper's target norm T (eq. 11). The paper
-    doesn't say whether its Table 6 counts them. `embeddings` is the number of embeddings that are left. `ratio` is the
-    model's mean over the first model's mean.
+    `mean` and `standard_deviation` are those of the embeddings' norms. `ratio` is the model's mean over the first
+    model's mean. Embeddings that are all zero, which pad a vocabulary, are left out, as in the paper's target norm T
+    (eq. 11). The paper doesn't say whether its Table 6 counts them. `embeddings` is the number that is left.
 
     Args:
         norms: What [`vocabulary_norms`] returns for each model, by the model's name.
@@ -91,7 +92,7 @@ def compare_text_norms(norms: Mapping[str, torch.Tensor]) -> pd.DataFrame:
                 "model": name,
                 "embeddings": len(nonzero),
                 "mean": nonzero.mean().item(),
-                "standard_deviation": nonzero.std(correction=0).item(),
+                "standard_deviation": nonzero.std(correction=0).item(),  # these are all embeddings, not a sample
             }
         )
 

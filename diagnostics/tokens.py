@@ -1,7 +1,8 @@
 """Classifies each token as an image token, as text, or as excluded for a reason.
 
 Excluded are padding, special tokens, the newline features that a model puts among a picture's features, attention
-sinks, and the blank picture that training adds to a batch without pictures. All measures use this classification.
+sinks (tokens with massive norms), and the blank picture that training adds to a batch without pictures. All measures
+use this classification.
 
 To find sinks and newlines a forward pass is needed. The other types are found from a model's inputs alone.
 """
@@ -18,7 +19,8 @@ from diagnostics.parts import DiagnosticsError, image_token_id
 
 # A token is a sink if its norm is more than this many times the median norm of its modality in its sample.
 SINK_FACTOR = 10.0
-# An image token is a newline if its cosine with the model's newline feature is above this: equal except for rounding.
+# An image token is a newline if its cosine with the model's newline feature is above this number. Their directions are
+# then equal except for rounding.
 NEWLINE_COSINE = 1 - 1e-5
 # A model's inputs, as a processor or a collator returns them, by the names of the arguments of `forward`.
 Inputs = dict[str, Any]
@@ -50,7 +52,7 @@ class Tokens:
     excluded: dict[str, torch.Tensor]
 
     def exclude(self, reason: str, positions: torch.Tensor) -> "Tokens":
-        """The same types, except that these positions are excluded for this reason."""
+        """The same types, except that the positions of a mask are excluded for a reason."""
         return Tokens(
             visual=self.visual & ~positions,
             text=self.text & ~positions,
@@ -64,7 +66,7 @@ def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
     Special tokens are the tokens that the config names for a role (BOS, delimiters of pictures, other media), and the
     tokens that the tokenizer marks as special: Llama 3 delimits turns with tokens that have no role in its config.
     """
-    special: set[Any] = set()  # may hold `None`, where a config has no token for a role
+    special: set[Any] = set()  # holds `None` too if a config has no token for a role
     for config in (model.config, model.config.get_text_config()):
         for field, value in config.to_dict().items():
             if not field.endswith(("_token_id", "_token_ids", "_token_index")):
@@ -88,7 +90,7 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
     """Mask of the positions that are neither padding nor a blank picture, `(batch_size, S)`.
 
     Args:
-        inputs: As for [`classify`].
+        inputs: The model's inputs, as [`classify`] takes them.
     """
     attention_mask = inputs.get("attention_mask")
     if attention_mask is not None:
@@ -96,11 +98,12 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
 
     position_ids = inputs.get("position_ids")
     if position_ids is not None:
-        # In a packed row, each token of a blank picture is a sample of its own, with position 0, and no other sample
-        # has only one token. So a token belongs to a blank picture if it starts a sample and the next token does too.
+        # In a packed row, positions restart from 0 at each sample. Each token of a blank picture is a sample of its
+        # own, and no other sample has only one token. So a token belongs to a blank picture if it starts a sample and
+        # the next token does too.
         starts_sample = position_ids == 0
-        # `roll` moves the next token's value to each token. The last token gets the value of the row's first token,
-        # which always starts a sample, so the last token counts as a sample of its own if it has position 0.
+        # `roll` moves the next token's value to each token. For the last token this is the value of the row's first
+        # token, which always starts a sample. So the last token is a sample of its own if it starts one.
         next_starts_sample = starts_sample.roll(-1, dims=1)
         return ~(starts_sample & next_starts_sample)
 
@@ -163,15 +166,16 @@ def exclude_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: T
         embeddings: Input of the decoder's first layer, `(S, hidden_size)`.
         tokens: Types in which newline features still count as image tokens.
     """
-    for name, parameter in model.named_parameters():
-        if name.split(".")[-1] != "image_newline":
+    for path, parameter in model.named_parameters():
+        name = path.split(".")[-1]
+        if name != "image_newline":
             continue
-        # HunYuan-VL inserts its newline feature before the projector, so the feature has the encoder's width. After
-        # the projector it can't be told from other features.
+        # HunYuan-VL inserts its newline feature before the projector, so the feature has the encoder's width. Such a
+        # feature is passed over, because after the projector it can't be told from the features of a picture.
         if parameter.shape[-1] != embeddings.shape[-1]:
             continue
 
-        # The decoder's input may be a multiple of the feature (Granite), so directions are compared.
+        # The decoder's input may be a multiple of the feature (in Granite), so only directions are compared.
         newline = parameter.to(embeddings.device).float()
         cosines = cosine_similarity(embeddings.float(), newline, dim=-1)  # [S]
         is_newline = (cosines > NEWLINE_COSINE).cpu() & tokens.visual
@@ -187,7 +191,7 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     count.
 
     Args:
-        layer_norms: Norms of each layer's input and of the last layer's output, `(L + 1, S)`.
+        layer_norms: Norms of the input of each of the `L` layers, and then of the last layer's output, `(L + 1, S)`.
         tokens: Types in which sinks still count as image or text tokens.
     """
     is_sink = torch.zeros_like(tokens.visual)

@@ -14,9 +14,10 @@ from diagnostics.table import Estimate, Summary
 # The report prints the changes at these two doses: about a third of the norm, and three times the norm.
 SMALLER = 0.3
 LARGER = 3.0
-# At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters: then RMSNorm gives a token
-# less than the usual norm. The report says so if less than this share of the usual norm is left.
+# At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters. RMSNorm then gives a token
+# less than the usual norm.
 SMALLEST = min(DOSES)
+# The report speaks of the eps if less than this share of the usual norm is left.
 KEPT_BY_EPS = 0.9
 
 
@@ -29,7 +30,7 @@ class Advice(StrEnum):
 
 
 class Place(StrEnum):
-    """How the norm of image tokens compares with the norms of what layer 1's attention and its MLP add to them."""
+    """How the norm of image tokens compares with the norms of what attention and the MLP of layer 1 add to them."""
 
     BELOW_ATTENTION = "The norm of these image tokens is below what attention adds"
     ABOVE_BOTH = "The norm of these image tokens is above what both add: layer 1 leaves them mostly as they came"
@@ -89,6 +90,7 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
     Args:
         points: The summaries of the model's sweep by dose and control.
     """
+    # Only answers about a question's own picture are judged.
     by_dose = {dose: summary for (dose, control), summary in points.items() if control == OWN_PICTURE}
     as_it_is = by_dose[UNCHANGED_DOSE]
 
@@ -104,7 +106,7 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
         worse = doses_above_zero(by_dose, "loss_change")
         loss_changes = estimates_to_print(by_dose, "loss_change")
 
-    # Where questions have several answers, the share of right answers decides instead of the loss.
+    # If questions have several answers in the data, the share of right answers decides instead of the loss.
     right = as_it_is.look("named")
     if right is not None:
         right = clip_share(right)
@@ -121,9 +123,9 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
         advice=advice,
         better=better,
         worse=worse,
-        num_tried=len(by_dose) - 1,
+        num_tried=len(doses_tried(by_dose)),
         by_right_answers=right is not None,
-        num_pictures=count_pictures(as_it_is, "kl"),
+        num_pictures=count_pictures(as_it_is, "kl"),  # every picture has a value of `kl`
         num_named=count_pictures(as_it_is, "named"),
         right=right,
         loss=loss,
@@ -151,17 +153,17 @@ def choose_advice(better: list[float], worse: list[float]) -> Advice:
 
 
 def doses_above_zero(by_dose: Mapping[float, Summary], measure: str) -> list[float]:
-    """Doses at which a change is clearly above 0: its whole interval is above 0."""
+    """Doses at which a measure of change is clearly above 0, which means that its whole interval is above 0."""
     return [dose for dose in doses_tried(by_dose) if get_estimate(by_dose[dose], measure).low > 0]
 
 
 def doses_below_zero(by_dose: Mapping[float, Summary], measure: str) -> list[float]:
-    """Doses at which a change is clearly below 0: its whole interval is below 0."""
+    """Doses at which a measure of change is clearly below 0, which means that its whole interval is below 0."""
     return [dose for dose in doses_tried(by_dose) if get_estimate(by_dose[dose], measure).high < 0]
 
 
 def doses_tried(by_dose: Mapping[float, Summary]) -> list[float]:
-    """All doses except that of the model as it is, in increasing order."""
+    """All doses except 1, which leaves the model as it is, in increasing order."""
     return sorted(dose for dose in by_dose if dose != UNCHANGED_DOSE)
 
 
@@ -173,7 +175,7 @@ def estimates_to_print(by_dose: Mapping[float, Summary], measure: str) -> list[E
 def get_estimate(summary: Summary, measure: str) -> Estimate:
     """The estimate of a measure that every sweep has."""
     estimate = summary.look(measure)
-    assert estimate is not None, measure
+    assert estimate is not None, measure  # shows the measure's name if it fails
     return estimate
 
 
@@ -191,12 +193,15 @@ def clip_share(estimate: Estimate) -> Estimate:
 def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None) -> Place | None:
     """How the norm of image tokens compares with the norms of what attention and the MLP add to them.
 
-    Two norms differ if their intervals don't overlap. The result is `None` if `attention` and `mlp` are not known.
+    Two norms count as different if their intervals don't overlap.
 
     Args:
         image: Norm of image tokens.
-        attention: Norm of what attention adds.
-        mlp: Norm of what the MLP adds.
+        attention: Norm of what attention adds; `None` if it is not known.
+        mlp: Norm of what the MLP adds; `None` if it is not known.
+
+    Returns:
+        The place; `None` if one of the norms is not known.
     """
     if attention is None or mlp is None:
         return None
@@ -223,6 +228,6 @@ def share_kept_by_eps(image_norm: float, eps_norm: float) -> float | None:
     Returns:
         The share; `None` if it is at least `KEPT_BY_EPS`.
     """
-    norm = SMALLEST * image_norm
-    kept = norm / (norm**2 + eps_norm**2) ** 0.5
+    norm_at_smallest = SMALLEST * image_norm
+    kept = norm_at_smallest / (norm_at_smallest**2 + eps_norm**2) ** 0.5
     return kept if kept < KEPT_BY_EPS else None

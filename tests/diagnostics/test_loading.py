@@ -140,6 +140,7 @@ def test_a_datasets_rows_are_asked_about_and_not_the_logo_beside_them(tmp_path: 
     Image.new("RGB", (20, 20), "blue").save(picture, "PNG")
     row = {"images": [{"bytes": picture.getvalue(), "path": None}], "conversations": TURNS}
     (tmp_path / "data").mkdir()
+    # `datasets` takes the split from the beginning of the file's name.
     Dataset.from_list([row]).to_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet")
 
     (question,) = load_questions(str(tmp_path), 4, split="validation").questions

@@ -21,7 +21,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
-NUM_QUESTIONS = 100  # about digits
+NUM_QUESTIONS = 100  # questions about digits
 RunModule = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -32,7 +32,7 @@ def run_module(harness_python: Path, tmp_path_factory: pytest.TempPathFactory) -
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HOME": str(tmp_path_factory.mktemp("home")),
-        "OPENAI_API_KEY": "none",
+        "OPENAI_API_KEY": "none",  # if a key of the user is in the environment, no scorer shall use it
     }
     environment = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
@@ -72,9 +72,11 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
     assert completed.returncode == 0, completed.stderr[-5000:]
     rows = read_rows(model)
 
-    # In which rows "A" is right stands in benchmark_rows.py. MM-Star has two categories, of 8 and 4 rows, with 6 and 1
-    # right answers. Its score is the mean of their means.
-    mmstar_error = sqrt(share_error(6 / 8, 8) ** 2 + share_error(1 / 4, 4) ** 2) / 2
+    # The docstrings in benchmark_rows.py say in which rows "A" is right. MM-Star has two categories: 6 of 8 rows are
+    # right in the first, and 1 of 4 rows in the second. Its score is the mean of the two categories' means.
+    first_error = share_error(6 / 8, 8)
+    second_error = share_error(1 / 4, 4)
+    mmstar_error = sqrt(first_error**2 + second_error**2) / 2
     # By task: score, number of rows, standard error.
     expected = {
         # 12 rows ask 6 questions, each of which counts once.
@@ -110,12 +112,13 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
 
 @pytest.fixture(scope="module")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds `NUM_QUESTIONS` of the quickstart's kind where the digits' task looks for them."""
+    """A folder with `NUM_QUESTIONS` questions like the quickstart's, where the task "digits" looks for them."""
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
         scenes = importlib.import_module("scenes")
         num_test_scenes = NUM_QUESTIONS // scenes.QUESTIONS_PER_TEST_SCENE
+        # The task reads only the test scenes, so there are few other rows.
         patch.setattr(scenes, "SCENES", {"train": 10, "test": num_test_scenes})
         patch.setattr(scenes, "TEXT_ROWS", 1)
         scenes.write_data(folder / "runs/digits/data")
@@ -132,14 +135,14 @@ def read_logged_answers(folder: Path) -> list[str]:
     answers = []
     for sample in samples:
         answer = sample["filtered_resps"]
-        if isinstance(answer, list):  # the harnesses differ in this
-            answer = answer[0]
+        if isinstance(answer, list):  # one of the harnesses logs a list of one answer
+            (answer,) = answer
         answers.append(answer.strip())
     return answers
 
 
 def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
-    """A model's answers by the code of the quickstart's report. Each is cut at the end of its line, as by the task."""
+    """A model's answers by the code of the quickstart's report. Only the first line of each counts, as in the task."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
         report = importlib.import_module("report")
@@ -148,7 +151,8 @@ def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
     processor = AutoProcessor.from_pretrained(model_folder)
     prompts = [report.make_image_prompt(question) for question in questions]
     texts = report.answer_prompts(model, processor, prompts, "answering")
-    return [text.split("\n")[0].strip() for text in texts]
+    first_lines = [text.split("\n")[0] for text in texts]
+    return [line.strip() for line in first_lines]
 
 
 def test_both_harnesses_and_the_report_get_the_same_answers(

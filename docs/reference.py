@@ -1,4 +1,4 @@
-"""Writes `docs/reference.md`, the page of the options of three commands. The options are read from their parsers.
+"""Writes `docs/reference.md`, a page with the options of three commands, which are read from the commands' parsers.
 
     python docs/reference.py
 

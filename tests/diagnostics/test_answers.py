@@ -35,7 +35,7 @@ def score_in_one_pass(model: PreTrainedModel, inputs: Any, answer: list[int]) ->
     "logit_factor",
     [
         pytest.param(1.0, id="flat distribution, every answer has to be scored"),
-        pytest.param(40.0, id="sharp distribution, the search ends early"),
+        pytest.param(40.0, id="sharp distribution, not every answer has to be scored"),
     ],
 )
 def test_no_answer_is_likelier_than_the_likeliest(

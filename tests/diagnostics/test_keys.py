@@ -49,13 +49,14 @@ def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> No
 
     within_modalities = mean_kernel(image_tokens, image_tokens) + mean_kernel(text_tokens, text_tokens)
     expected = within_modalities - 2 * mean_kernel(image_tokens, text_tokens)
+    # One pair of sets: all image tokens, and all text tokens.
     is_image_group = np.array([[True, True, True, False, False, False]])
     modalities: SetPairs = (is_image_group, ~is_image_group)
     mmd = unbiased_mmd(kernel_matrix(points), groups, picture_of_group, modalities)
     assert mmd == pytest.approx([expected])
 
 
-def test_the_probe_tells_modalities_apart_that_lie_apart() -> None:
+def test_the_linear_probe_tells_modalities_apart_that_lie_apart() -> None:
     rng = np.random.default_rng(3)
     groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
     points = rng.normal(size=(200, 3))
@@ -63,17 +64,17 @@ def test_the_probe_tells_modalities_apart_that_lie_apart() -> None:
     assert linear_probe(points, groups, num_pictures=10) == 1
 
 
-def test_the_probe_has_all_tokens_of_a_picture_in_one_fold() -> None:
+def test_the_linear_probe_has_all_tokens_of_a_picture_in_one_fold() -> None:
     """All tokens of a group have the same keys, which tell nothing of other groups.
 
-    If a picture's tokens were in several folds, the probe would know all groups, and its accuracy would be 1.
+    If a picture's tokens were in several folds, the linear probe would know all groups, and its accuracy would be 1.
     """
     groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
     points = np.eye(20)[groups]
     assert 0.3 < linear_probe(points, groups, num_pictures=10) < 0.7
 
 
-def test_the_probe_takes_a_picture_without_tokens() -> None:
+def test_the_linear_probe_takes_a_picture_without_tokens() -> None:
     """Of five pictures, the last has no tokens, so groups 4 and 9 are missing."""
     rng = np.random.default_rng(3)
     groups = np.repeat([0, 1, 2, 3, 5, 6, 7, 8], 9)

@@ -143,9 +143,9 @@ def test_attention_is_that_of_the_eager_model(name: str, padding: int) -> None:
 def test_keys_are_those_before_rotation_and_values_those_in_attention(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The expected keys are the input of the family's function for rotary embedding, the expected values that of sdpa.
+    """Keys are compared with the input of the family's function for rotary embedding, values with the input of sdpa.
 
-    So both functions are replaced by ones that keep their input.
+    For this, the two functions are replaced by functions that also keep their input.
     """
     model = build(name)
     sample = inputs(name, padding=3)

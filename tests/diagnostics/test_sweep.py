@@ -276,6 +276,7 @@ def test_a_model_that_always_answers_a_is_right_where_a_is_right(always_a: Calla
         measured = ask_question(model, processor, questions, number, doses=[1.0])
         return {row.value for row in measured if row.measure == measure}
 
+    # `named` is 1 if the right answer is the likeliest of the answers in `data`.
     assert scores(0, "named") == {1}  # the right answer is "A"
     assert scores(1, "named") == {0}  # the right answer is "dog"
     assert scores(0, "changed") == {0}

@@ -194,43 +194,43 @@ def test_the_benchmarks_metric_is_taken_from_all_metrics(tmp_path: Path) -> None
     scores = {"acc,none": 0.1, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.02}
     benchmark = command_line.BENCHMARKS["hellaswag"]
     write_report(tmp_path, benchmark, scores, {"hellaswag": 7})
-    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert row.value == 0.4
-    assert row.standard_error == 0.02
-    assert row.n == 7
-    assert row.dataset == "owner/rows, en"
+    evaluation = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert evaluation.value == 0.4
+    assert evaluation.standard_error == 0.02
+    assert evaluation.n == 7
+    assert evaluation.dataset == "owner/rows, en"
 
 
 def test_a_score_in_percent_becomes_a_fraction(tmp_path: Path) -> None:
     scores = {"submission,none": None, "gpt_eval_score,none": 60.0, "gpt_eval_score_stderr,none": 3.0}
     benchmark = command_line.BENCHMARKS["mmbench_en_dev_static"]
     write_report(tmp_path, benchmark, scores, {"mmbench_en_dev_static": 5})
-    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert row.value == 0.6
-    assert row.standard_error == 0.03
+    evaluation = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert evaluation.value == 0.6
+    assert evaluation.standard_error == 0.03
 
 
-def test_the_rows_of_a_groups_subtasks_are_added_up(tmp_path: Path) -> None:
+def test_the_rows_of_mmlus_subjects_are_added_up(tmp_path: Path) -> None:
     scores = {"acc,none": 0.6, "acc_stderr,none": "N/A"}
     benchmark = command_line.BENCHMARKS["mmlu"]
     write_report(tmp_path, benchmark, scores, {"mmlu_anatomy": 2, "mmlu_law": 3})
-    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert row.value == 0.6
-    assert row.standard_error is None
-    assert row.n == 5
-    # The subtasks have different configurations of the dataset, so none is named.
-    assert row.dataset == "owner/rows"
+    evaluation = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert evaluation.value == 0.6
+    assert evaluation.standard_error is None
+    assert evaluation.n == 5
+    # MMLU's subjects are different configurations of its dataset, so none is named.
+    assert evaluation.dataset == "owner/rows"
 
 
 def test_a_result_says_how_it_was_measured(tmp_path: Path) -> None:
     benchmark = command_line.BENCHMARKS["hellaswag"]
     write_report(tmp_path, benchmark, {"acc_norm,none": 0.4}, {"hellaswag": 3})
     settings = SETTINGS._replace(dtype="bfloat16", limit=3)
-    row = read_result(tmp_path, benchmark, settings, make_model(tmp_path / "stage2")).evaluation
-    assert row.split == "val[:3]"
-    assert row.choice == f"0-shot; bfloat16; {benchmark.choice}"
+    evaluation = read_result(tmp_path, benchmark, settings, make_model(tmp_path / "stage2")).evaluation
+    assert evaluation.split == "val[:3]"
+    assert evaluation.choice == f"0-shot; bfloat16; {benchmark.choice}"
     # The command names the model's folder without the path that leads to it on this machine.
-    assert row.command == "python -m evaluation stage2 --tasks hellaswag --dtype bfloat16"
+    assert evaluation.command == "python -m evaluation stage2 --tasks hellaswag --dtype bfloat16"
 
 
 def test_a_report_without_a_score_is_named(tmp_path: Path) -> None:
@@ -401,15 +401,15 @@ def run_digits(folder: Path, fingerprint: str = "fingerprint", settings: Setting
 
 
 def test_a_result_holds_what_the_harness_wrote(started_tasks: list[str], tmp_path: Path) -> None:
-    row = run_digits(tmp_path).evaluation
-    assert row.dataset == "digits"
-    assert row.split == "test"
-    assert row.choice == "0-shot"
-    assert row.value == 0.5
-    assert row.n == 10
+    evaluation = run_digits(tmp_path).evaluation
+    assert evaluation.dataset == "digits"
+    assert evaluation.split == "test"
+    assert evaluation.choice == "0-shot"
+    assert evaluation.value == 0.5
+    assert evaluation.n == 10
     # The report gives no error, so it comes from the rows: five zeros and five ones.
     variance = 10 * 0.5**2 / (10 - 1)
-    assert row.standard_error == pytest.approx(np.sqrt(variance / 10))
+    assert evaluation.standard_error == pytest.approx(np.sqrt(variance / 10))
     assert (tmp_path / "evaluation/digits/log.txt").read_text() == "answering\n"
 
 

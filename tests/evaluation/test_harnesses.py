@@ -57,10 +57,10 @@ def share_error(share: float, count: int) -> float:
     return sqrt(share * (1 - share) / (count - 1))
 
 
-def read_rows(folder: Path) -> dict[str, Evaluation]:
-    """The rows of a model's evaluation.json, by task."""
-    rows = read_record(list[Evaluation], folder / "evaluation.json")
-    return {row.task: row for row in rows}
+def read_evaluations(folder: Path) -> dict[str, Evaluation]:
+    """The results in a model's evaluation.json, by task."""
+    evaluations = read_record(list[Evaluation], folder / "evaluation.json")
+    return {evaluation.task: evaluation for evaluation in evaluations}
 
 
 def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
@@ -70,7 +70,7 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
     model = Path(shutil.copytree(always_a(), tmp_path / "model"))
     completed = run_module(tmp_path, "evaluation", model)
     assert completed.returncode == 0, completed.stderr[-5000:]
-    rows = read_rows(model)
+    evaluations = read_evaluations(model)
 
     # The docstrings in benchmark_rows.py say in which rows "A" is right. MM-Star has two categories: 6 of 8 rows are
     # right in the first, and 1 of 4 rows in the second. Its score is the mean of the two categories' means.
@@ -91,22 +91,22 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
         "ai2d": (3 / 12, 12, share_error(3 / 12, 12)),
     }
     for task, (score, count, error) in expected.items():
-        assert rows[task].value == pytest.approx(score), task
-        assert rows[task].n == count, task
+        assert evaluations[task].value == pytest.approx(score), task
+        assert evaluations[task].n == count, task
         if error is None:
-            assert rows[task].standard_error is None, task
+            assert evaluations[task].standard_error is None, task
         else:
-            assert rows[task].standard_error == pytest.approx(error), task
+            assert evaluations[task].standard_error == pytest.approx(error), task
 
     # MMLU has 57 subjects of two rows each, and lm-eval itself gives an error.
-    assert rows["mmlu"].value == pytest.approx(1 / 2)
-    assert rows["mmlu"].n == 114
-    assert rows["mmlu"].standard_error > 0
+    assert evaluations["mmlu"].value == pytest.approx(1 / 2)
+    assert evaluations["mmlu"].n == 114
+    assert evaluations["mmlu"].standard_error > 0
     # HellaSwag is scored by likelihood, which can't be worked out by hand.
-    assert rows["hellaswag"].n == 12
-    assert rows["hellaswag"].metric == "acc_norm"
+    assert evaluations["hellaswag"].n == 12
+    assert evaluations["hellaswag"].metric == "acc_norm"
 
-    mean = sum(row.value for row in rows.values()) / 9
+    mean = sum(evaluation.value for evaluation in evaluations.values()) / 9
     assert f"| mean of the 9 | {100 * mean:.1f} |" in completed.stdout
 
 
@@ -173,4 +173,4 @@ def test_both_harnesses_and_the_report_get_the_same_answers(
         results = tmp_path / num_processes / "model" / "evaluation"
         assert read_logged_answers(results / "digits") == expected, num_processes
         assert read_logged_answers(results / "digits_lm_eval") == expected, num_processes
-    assert read_rows(tmp_path / "1/model") == read_rows(tmp_path / "2/model")
+    assert read_evaluations(tmp_path / "1/model") == read_evaluations(tmp_path / "2/model")

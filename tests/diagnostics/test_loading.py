@@ -91,7 +91,7 @@ def test_rows_with_a_broken_or_missing_picture_are_skipped_with_a_warning(
 
 
 def test_if_no_row_can_be_read_the_error_names_the_first(colours: Path) -> None:
-    """The search ends after `MAX_UNREADABLE` rows."""
+    """No more rows are tried after `MAX_UNREADABLE` of them."""
     broken_pictures = ["broken.png"] * (2 * MAX_UNREADABLE)
     data = write_rows(colours, *broken_pictures)
     with pytest.raises(

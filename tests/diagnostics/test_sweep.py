@@ -273,6 +273,7 @@ def test_a_model_that_always_answers_a_is_right_where_a_is_right(always_a: Calla
     questions = load_questions(data, 3).questions
 
     def scores(number: int, measure: str) -> set[float]:
+        """The values of a measure for the question with this number."""
         measured = ask_question(model, processor, questions, number, doses=[1.0])
         return {row.value for row in measured if row.measure == measure}
 

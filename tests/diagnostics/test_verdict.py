@@ -52,7 +52,7 @@ def sweep_rows(
             values_by_measure |= {"loss": 2 - change, "loss_change": -change}
         if answers == "several":  # `named` is the share of right answers
             values_by_measure |= {"named": 0.5 + change, "named_change": change}
-        if dose == 1:  # `length` is the norm of image tokens
+        if dose == 1:  # `length` is the norm of image tokens over the norm of text tokens
             values_by_measure |= {"length": np.ones(3), "eps": np.zeros(3)}
         if dose == 1 and updates_are_known:
             values_by_measure |= {"attention_update": 2 * np.ones(3), "mlp_update": 3 * np.ones(3)}

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # The first page: its path in the repository, and its path on the site.
 README = "README.md"
 INDEX = "index.md"
-# The target of a Markdown link, without its anchor: "../README.md" in "[start](../README.md#start)". Addresses and
-# anchors of the same page don't match.
+# The target of a Markdown link, without its anchor: "../README.md" in "[start](../README.md#start)". A target follows
+# "](", and ends before ")", "#" or white space. Addresses and anchors of the same page don't match.
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
 
@@ -31,7 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     seen = set(waiting)
     while waiting:
         path = waiting.pop()
-        if not path.startswith("docs/"):  # MkDocs has the others already
+        if not path.startswith("docs/"):  # MkDocs finds the files in docs/ by itself
             files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
         if path.endswith(".md"):
             new_paths = linked_files(path) - seen

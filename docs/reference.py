@@ -1,4 +1,4 @@
-"""Writes `docs/reference.md`, the page of the options of three commands. The options are read from their parsers.
+"""Writes `docs/reference.md`, a page with the options of three commands, which are read from the commands' parsers.
 
     python docs/reference.py
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
+# With the repository's root on this path, its packages can be imported.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trl import SFTConfig
@@ -108,11 +109,12 @@ def describe_option(option: argparse.Action, default: str | None = None) -> str:
         option: The option.
         default: The text in brackets about its default. Without it, the text comes from `describe_default`.
     """
-    name = f"`{option.option_strings[0]}`"
+    first_name = option.option_strings[0]  # an option may have several, such as --max_length and --max-length
+    label = f"`{first_name}`"
     if default is None:
         default = describe_default(option)
     if default != "":
-        name += f" ({default})"
+        label += f" ({default})"
 
     text = help_text(option)
     if text and not text.endswith("."):
@@ -120,7 +122,7 @@ def describe_option(option: argparse.Action, default: str | None = None) -> str:
     if option.choices:
         choices = ", ".join(f"`{choice}`" for choice in option.choices)
         text += f" One of {choices}."
-    return f"- {name}: {text}"
+    return f"- {label}: {text}"
 
 
 def describe_default(option: argparse.Action) -> str:
@@ -134,7 +136,7 @@ def describe_default(option: argparse.Action) -> str:
         return ""
     if "default" in help_text(option):
         return ""
-    value = getattr(option.default, "value", option.default)  # of an enum's member, its value
+    value = getattr(option.default, "value", option.default)  # only a member of an enum has the attribute `value`
     return f"`{value}`"
 
 

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 BENCHMARKS = {benchmark.task: benchmark for benchmark in PAPER + OURS}
 
-# This file in a task's folder says of which model and settings the folder holds the result. It is written last, so a
-# folder with this file is complete.
+# A file in a task's folder, which says which model and which settings gave the folder's result. It is written last, so
+# a folder that holds it is complete.
 RESULT_FILE = "result.json"
 
 
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("models", nargs="+", help="checkpoint folders; several are compared")
     add("--tasks", nargs="+", help=f"some of {', '.join(BENCHMARKS)} (default: the paper's nine)")
-    add("--limit", type=int, help="only the first rows of each task, for a quick test")
+    add("--limit", type=int, help="only this many rows of each task, for a quick test")
     add("--batch_size", type=int, default=8, help="rows per batch (default: 8)")
     add("--num_processes", type=int, default=1, help="processes that share the rows, one GPU each (default: 1)")
     add("--dtype", default="auto", help="dtype of the weights (default: the checkpoint's)")
@@ -61,20 +61,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{error.name} missing: {install}.") from error
 
     if failed:
-        sys.exit(f"Failed: {', '.join(failed)}. The others' results are kept; the same command retries these.")
+        sys.exit(
+            f"Failed: {', '.join(failed)}. The results of the other tasks are kept; the same command retries those "
+            "that failed."
+        )
 
 
 def evaluate(args: argparse.Namespace) -> list[str]:
     """Run all tasks on all models, then print the table.
 
     Returns:
-        The runs that failed, each as `<model>: <task>`.
+        The tasks that failed, each as `<model>: <task>`.
     """
     benchmarks = choose_benchmarks(args.tasks)
     settings = Settings(
         batch_size=args.batch_size, num_processes=args.num_processes, dtype=args.dtype, limit=args.limit
     )
-    models = [open_model(folder) for folder in dict.fromkeys(args.models)]
+    folders = dict.fromkeys(args.models)  # each once, in the order of the command line
+    models = [open_model(folder) for folder in folders]
 
     results: dict[str, dict[str, TaskResult]] = {model.name: {} for model in models}
     failed = []
@@ -140,7 +144,7 @@ def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> TaskResu
 
 
 def read_description(folder: Path) -> Any:
-    """What `describe_run` said of the run whose result a task's folder holds; `None` if it holds no result."""
+    """The description that `describe_run` made of the result in a task's folder; `None` if there is no result."""
     path = folder / RESULT_FILE
     if not path.exists():
         return None

@@ -1,7 +1,7 @@
 """The nine benchmarks of the paper's Table 4 (arXiv 2512.08374), and this repository's own tasks.
 
-The paper names no harness, number of shots or split, and no metric for POPE. Next to each score, the table of results
-prints what was chosen here.
+The paper doesn't name the harness, the number of shots or the split, nor the metric for POPE. Next to each score, the
+table of results prints what was chosen here.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from typing import Literal
 # What a harness logs for each row of a task:
 # - "score": the row's score.
 # - "answer": the model's answer and the right answer.
-# - "answer in each order": the same two answers. But several rows ask the same question, with its options in different
-#   orders, as in MMBench. The question is right only if the answer is right in every order.
+# - "answer in each order": the same two answers, in a task where several rows ask the same question with its options
+#   in different orders, as in MMBench. The model is right about a question only if it is right in every order.
 RowLog = Literal["score", "answer", "answer in each order"]
 
 
@@ -107,8 +107,8 @@ PAPER = (
         choice="likelihood of letters, no chat format",
     ),
 )
-# The repository's own tasks, from `evaluation/tasks`. lmms-eval asks every task in the model's chat format, lm-eval
-# only these.
+# The repository's own tasks, from `evaluation/tasks`. They are asked in the model's chat format by both harnesses. Of
+# the paper's benchmarks, those of lmms-eval are asked in the chat format too, and those of lm-eval without it.
 OURS = (
     Benchmark(title="digits", harness="lmms-eval", task="digits", metric="exact_match"),
     Benchmark(title="digits, lm-eval", harness="lm-eval", task="digits_lm_eval", metric="exact_match"),

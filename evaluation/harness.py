@@ -1,7 +1,7 @@
 """Run a harness for one task and one model, in a process of its own.
 
-Tasks don't share a process: OCRBench's scorer would add to the counts of the task before it, lmms-eval takes the model
-apart after a run, and a failure would end all tasks.
+Tasks don't share a process. In a shared one, OCRBench's scorer would go on counting where an earlier run of OCRBench
+ended, lmms-eval would find that it took the model apart after the first task, and one failure would end all tasks.
 """
 
 import os
@@ -22,7 +22,7 @@ from evaluation.benchmarks import OURS, Benchmark
 
 TASKS = Path(__file__).parent / "tasks"
 LOG_FILE = "log.txt"
-# The files in a model's folder that its answers depend on.
+# The files in a model's folder that the model's answers depend on.
 MODEL_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -34,7 +34,7 @@ MODEL_FILES = (
     "merges.txt",
     "*_tokens*.json",
 )
-# The Python module of each harness. Its version is looked up by this name.
+# The Python module of each harness. The harness's version is looked up by the module's name.
 MODULES = {"lmms-eval": "lmms_eval", "lm-eval": "lm_eval"}
 
 # Characters that a model's path must not contain. lmms-eval and lm-eval read the folder from the string
@@ -113,7 +113,8 @@ def describe_run(benchmark: Benchmark, model: Model, settings: Settings) -> dict
     Raises:
         importlib.metadata.PackageNotFoundError: if the harness is not installed.
     """
-    # The files of the harness's own tasks change only with its version, so for these there is nothing to add.
+    # The task files of the paper's benchmarks come with the harness, and change only with its version, which is named
+    # below. Ours can change at any time.
     task_files: str | bool = False
     if benchmark in OURS:
         task_files = fingerprint(hash_files(TASKS, "[!.]*"))  # all but hidden files
@@ -162,8 +163,8 @@ def run_harness(command: list[str], folder: Path) -> None:
     environment = dict(os.environ)
     # Keep the working directory off Python's path: a folder or an old egg-info there would shadow installed packages.
     environment["PYTHONSAFEPATH"] = "1"
-    environment["PYTHONUNBUFFERED"] = "1"
-    # lmms-eval prints a token that it finds in its environment, so the token goes to the harness in a file.
+    environment["PYTHONUNBUFFERED"] = "1"  # output arrives here when it is printed
+    # lmms-eval prints the user's Hub token if it is in the environment, so the token goes to the harness in a file.
     environment.pop("HF_TOKEN", None)
     environment.pop("HUGGING_FACE_HUB_TOKEN", None)
 

@@ -27,6 +27,7 @@ class RequestArguments(NamedTuple):
     """The arguments of a request, in lmms-eval's order."""
 
     text: str
+    """The row's question without its pictures. Only the length of this text is used."""
     to_messages: Callable[[Any], list[Any]]
     """Makes the chat messages of a row."""
     settings: dict[str, Any]
@@ -57,7 +58,8 @@ class ImageTextToText(lmms):
         self.device = self.accelerator.device
         self.batch_size = int(batch_size)
         self._processor = AutoProcessor.from_pretrained(pretrained, trust_remote_code=True)
-        # Load straight to the device: otherwise each process would first hold a copy in the machine's memory.
+        # The whole model, "", is loaded straight to the device: otherwise each process would first hold a copy in the
+        # machine's memory.
         self._model = AutoModelForImageTextToText.from_pretrained(
             pretrained, dtype=dtype, device_map={"": self.device}, trust_remote_code=True
         ).eval()
@@ -87,7 +89,8 @@ class ImageTextToText(lmms):
         """Greedy answers to a batch of requests, which have the same settings."""
         settings = batch[0].settings
         # A task that doesn't set `do_sample` asks for sampling by a temperature above 0.
-        is_sampled = settings.get("do_sample", bool(settings.get("temperature")))
+        has_temperature = bool(settings.get("temperature"))
+        is_sampled = settings.get("do_sample", has_temperature)
         if is_sampled:
             raise UserError(f"{batch[0].task} asks for sampled answers; this model only answers greedily.")
 
@@ -135,7 +138,7 @@ def cut_at_stop(text: str, stop_strings: list[str] | str) -> str:
     if isinstance(stop_strings, str):
         stop_strings = [stop_strings]
     for stop_string in stop_strings:
-        if stop_string:
+        if stop_string:  # `split` takes no empty string
             text = text.split(stop_string)[0]
     return text.strip()
 

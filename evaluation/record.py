@@ -24,9 +24,9 @@ class Evaluation:
         value: The score. A harness's score is stored as a fraction of 1.
         n: Number of rows or questions that were scored.
         standard_error: Standard error of the value; `None` if it is unknown.
-        command: The command that measured it.
+        command: The command that measured the value.
         weights: [`~common.files.fingerprint`] of the weights that were measured. The model card refuses a result
-            without it, or with that of other weights.
+            that has no such fingerprint, or the fingerprint of other weights.
         harness: Name and version of the harness; `None` if a script measured it.
         choice: Number of shots, and other choices of method.
         baseline: The score of something simpler than a model, such as guessing; `None` if it is unknown.
@@ -51,8 +51,8 @@ class Evaluation:
 def write_evaluations(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     """Add results to a model's `evaluation.json`.
 
-    Rows that measure the same are replaced, and rows of other weights are removed. Rows that name no weights are kept:
-    users may have added them by hand.
+    An earlier row is replaced if a new row measures the same. Of the remaining rows, those of other weights are
+    removed, and those that name no weights are kept: users may have added them by hand.
     """
     path = folder / EVALUATION_FILE
     earlier_rows = []

@@ -194,6 +194,7 @@ def describe_command(benchmark: Benchmark, settings: Settings, model: Model) -> 
 
 def describe_choices(report: Report, benchmark: Benchmark, settings: Settings) -> str:
     """The number of shots, the dtype if the user chose one, and the benchmark's own choice."""
+    # All subtasks of a group have the same number. A task without a number is asked without shots.
     shot_counts = [count for count in report.num_shots.values() if isinstance(count, int)]
     num_shots = max(shot_counts, default=0)
     choices = [f"{num_shots}-shot"]

@@ -19,7 +19,7 @@ class RowScore(NamedTuple):
 
     Attributes:
         group: The row's category in MM-Star, whose score is the mean of the categories' means; empty in other tasks.
-        row: Text that identifies the row. It is the same for every model.
+        row: Text that identifies the row, or in MMBench the row's question. It is the same for every model.
         score: The score, 0 to 1; `None` if the log entry has an unknown form.
     """
 
@@ -48,7 +48,7 @@ def read_row_scores(benchmark: Benchmark, score: float, samples: Sequence[dict[s
 
     scores = table.set_index(["group", "row"])["score"].astype(float)
     if benchmark.row_log == "answer in each order":
-        # Rows of the same question have the same index. The question is right if it is right in every order.
+        # Rows of the same question have the same `group` and `row`. The lowest score is 1 only if all of them are 1.
         scores = scores.groupby(level=["group", "row"]).min()
 
     mean, _ = mean_and_error(scores)
@@ -82,7 +82,8 @@ def read_row(benchmark: Benchmark, sample: dict[str, Any]) -> RowScore:
 def read_mmbench_row(metric_input: dict[str, Any]) -> RowScore:
     """The score of one row of MMBench. `row` is the same in all rows that ask the same question."""
     question = metric_input["index"] % INDEX_STEP
-    letter = str(metric_input["prediction"]).strip()[:1]  # "A" of the prediction "A. a cat"
+    prediction = str(metric_input["prediction"]).strip()
+    letter = prediction[:1]  # "A" of the prediction "A. a cat"; an empty prediction has no letter
     return RowScore("", f"question {question}", exact_match(letter, metric_input.get("answer")))
 
 

@@ -50,8 +50,9 @@ def describe_measurement(results: Sequence[TaskResult | None]) -> str:
     """How a benchmark was measured, as its first result says; an empty text if there is no result."""
     for result in results:
         if result is not None:
-            row = result.evaluation
-            return f"{row.harness} {row.task}; {row.metric}; {row.split}, n = {row.n}; {row.choice}"
+            evaluation = result.evaluation
+            rows = f"{evaluation.split}, n = {evaluation.n}"
+            return f"{evaluation.harness} {evaluation.task}; {evaluation.metric}; {rows}; {evaluation.choice}"
     return ""
 
 
@@ -82,10 +83,12 @@ def render_difference(first: TaskResult | None, second: TaskResult | None) -> st
     if error is None:
         return f"{change} (too few rows that differ)"
 
+    # The mean of each group takes one degree of freedom.
     num_groups = row_differences.index.get_level_values("group").nunique()
     degrees_of_freedom = len(row_differences) - num_groups
-    # `stdtrit` gives quantiles of Student's t-distribution.
-    half_width = stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2) * error
+    # `stdtrit` gives quantiles of Student's t-distribution. 2.5% lie above the interval, so it ends at 97.5%.
+    upper_quantile = (1 + CONFIDENCE) / 2
+    half_width = stdtrit(degrees_of_freedom, upper_quantile) * error
     low = 100 * (mean - half_width)
     high = 100 * (mean + half_width)
     return f"{change} ({low:+.1f} to {high:+.1f})"

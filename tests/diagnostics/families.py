@@ -49,7 +49,7 @@ VISION: dict[str, Any] = {
     "patch_size": 7,
 }
 NUM_PATCHES = 4 * 4
-# Families that merge 2 x 2 patches to one image token have a quarter of them.
+# Number of image tokens in families that merge 2 x 2 of these patches to one image token.
 NUM_MERGED = 2 * 2
 
 # Sizes of the vision encoders that take a picture as the patches of a grid of any size.
@@ -63,13 +63,13 @@ GRID_VISION: dict[str, Any] = {
     "temporal_patch_size": 2,
     "out_hidden_size": 32,
 }
-GRID = torch.tensor([[1, 4, 6]])  # the patches of their picture: time, height, width
-NUM_MERGED_OF_GRID = 2 * 3
+GRID = torch.tensor([[1, 4, 6]])  # number of patches of their picture along time, height and width
+NUM_MERGED_OF_GRID = 2 * 3  # number of image tokens: 2 x 2 patches are merged to one
 
 # Rotary embedding with a position for time, for height and for width, as in Qwen2-VL.
 ROPE_OF_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
-# What families call the token ids.
+# The token ids, by the names of the fields that hold them in the configs of Qwen-VL and of GLM-4V.
 QWEN_TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -109,6 +109,7 @@ def make_config(model_type: str, **fields: Any) -> Any:
 
 
 def text_config(model_type: str, **fields: Any) -> Any:
+    """Config of a small decoder of this type."""
     return make_config(model_type, **TEXT, **fields)
 
 
@@ -178,6 +179,7 @@ def tiled_family(vision: str, model_type: str, **fields: Any) -> Family:
     num_newlines = num_rows
     return Family(
         config=llava_config(vision, model_type, image_grid_pinpoints=resolutions, **fields),
+        # Three squares of 28 x 28 pixels: the whole picture made smaller, and two tiles.
         make_picture=square_picture(tiles=3, image_sizes=torch.tensor([[28, 56]])),
         num_image_tokens=NUM_PATCHES + num_rows * num_columns + num_newlines,
     )
@@ -194,7 +196,7 @@ def grid_family(model_type: str, vision: dict[str, Any], text: dict[str, Any], t
     """
     return Family(
         config=make_config(model_type, vision_config=vision, text_config={**TEXT, **text}, **tokens),
-        make_picture=grid_picture(3 * 2 * 4 * 4),  # channels, time, height, width
+        make_picture=grid_picture(3 * 2 * 4 * 4),  # values of a patch: channels, time, height, width
         num_image_tokens=NUM_MERGED_OF_GRID,
         token_types="mm_token_type_ids",
         boundaries=True,
@@ -334,7 +336,7 @@ FAMILIES: dict[str, Family] = {
         make_picture=square_picture(),
         num_image_tokens=NUM_MERGED,
     ),
-    "lfm2_vl": Family(  # its second layer is no attention
+    "lfm2_vl": Family(  # the second layer of its decoder has no attention
         config=make_config(
             "lfm2_vl",
             vision_config=make_config(
@@ -421,7 +423,7 @@ FAMILIES: dict[str, Family] = {
         text={"head_dim": 8, "rope_parameters": {**ROPE_OF_THREE_AXES, "mrope_interleaved": True}},
         tokens=QWEN_TOKENS,
     ),
-    "qwen3_5": grid_family(  # its second layer is no attention
+    "qwen3_5": grid_family(  # the second layer of its decoder has no attention in the usual sense
         "qwen3_5",
         vision={**GRID_VISION, "num_position_embeddings": 16},
         text={
@@ -477,10 +479,11 @@ def build(name: str) -> PreTrainedModel:
 def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
     """One sample with this much padding on the left: BOS, three words, a picture, nine words. A word is one token.
 
-    If the family has delimiters of pictures, the picture stands between them.
+    In a family with `boundaries`, the picture stands between `START` and `END`.
     """
     family = FAMILIES[name]
-    words = torch.randint(10, 150, (12,), generator=torch.Generator().manual_seed(1)).tolist()
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(10, 150, (12,), generator=generator).tolist()  # no special token has an id from 10 to 149
     picture = [IMAGE] * family.num_image_tokens
     if family.boundaries:
         picture = [START, *picture, END]
@@ -489,7 +492,7 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
     input_ids = torch.tensor([[0] * padding + prompt])
     attention_mask = torch.tensor([[0] * padding + [1] * len(prompt)])
 
-    torch.manual_seed(2)  # of the picture
+    torch.manual_seed(2)  # so that the picture's random values are the same on every call
     sample = {"input_ids": input_ids, "attention_mask": attention_mask, **family.make_picture()}
     if family.token_types is not None:
         sample[family.token_types] = (input_ids == IMAGE).long()

@@ -32,19 +32,19 @@ def score_in_one_pass(model: PreTrainedModel, inputs: Any, answer: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    "factor",
+    "logit_factor",
     [
         pytest.param(1.0, id="flat distribution, every answer has to be scored"),
-        pytest.param(40.0, id="sharp distribution, the search ends early"),
+        pytest.param(40.0, id="sharp distribution, not every answer has to be scored"),
     ],
 )
 def test_no_answer_is_likelier_than_the_likeliest(
-    composed: Callable[..., Path], picture: Image.Image, factor: float
+    composed: Callable[..., Path], picture: Image.Image, logit_factor: float
 ) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
     processor = AutoProcessor.from_pretrained(composed())
     with torch.no_grad():
-        model.lm_head.weight *= factor
+        model.lm_head.weight *= logit_factor
 
     assert len(ANSWERS) > CHUNK_SIZE  # otherwise all are scored at once
     answers = []
@@ -101,7 +101,7 @@ def make_template(before_text: str = "", text: str = "message.content[-1].text",
             id="the template changes the answer",
         ),
         pytest.param(
-            # Adding a text to a list fails in Python.
+            # For an answer this adds a text to the list of the message's contents, which fails in Jinja as in Python.
             make_template(text="(message.content if message.role == 'user' else message.content + '') | string"),
             "cat<|im_end|>",
             id="the template fails, because the answer's content is a list",

@@ -27,7 +27,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 PATCH = 14  # pixels on a side of a patch; the model's picture has 2 x 2 patches
-HEAD_DIM = 8
+HEAD_DIM = 8  # of the model's decoder
 QUESTION = "Which colour is it, or is it of no colour?"
 ANSWER = "It is sea green."
 
@@ -44,9 +44,9 @@ def make_messages(picture: Image.Image, question: str, answer: str) -> list[dict
 def find_first(ids: list[int], word_ids: list[int]) -> range:
     """The positions at which `word_ids` first stand in `ids`."""
     for start in range(len(ids)):
-        positions = range(start, start + len(word_ids))
-        if ids[start : start + len(word_ids)] == word_ids:
-            return positions
+        end = start + len(word_ids)
+        if ids[start:end] == word_ids:
+            return range(start, end)
     raise AssertionError("the word is not in the prompt")
 
 
@@ -80,7 +80,7 @@ def test_a_map_is_the_attention_of_the_eager_model(
 
     assert word_map.layers == [0, 1]
     for layer, attention in enumerate(attentions):
-        from_word = attention[0][:, word_positions]  # [num_heads, num_word_tokens, S]
+        from_word = attention[0][:, word_positions]  # [num_heads, num_word_tokens, prompt_length]
         from_word_to_picture = from_word[:, :, is_image_token]
         expected = from_word_to_picture.mean(dim=(0, 1)).reshape(2, 2)
         assert word_map.weights[layer] == pytest.approx(expected.numpy(), rel=1e-4)
@@ -110,11 +110,13 @@ def let_z_look_at_difference(
 def respond_only_to(direction: torch.Tensor, projection: torch.nn.Linear) -> None:
     """Let a projection measure how far its input goes in a direction, in one coordinate of each head.
 
-    That is coordinate 3 of the eight coordinates of a head, because rotary embedding hardly changes this one.
+    That is coordinate 3 of the eight coordinates of a head, because rotary embedding hardly changes this one. The
+    other coordinates become 0. The factor of 2 makes the attention to the direction clear.
     """
+    coordinate = 3
     projection.weight.zero_()
     projection.bias.zero_()
-    projection.weight[3::HEAD_DIM] = 2 * direction / direction.norm()
+    projection.weight[coordinate::HEAD_DIM] = 2 * direction / direction.norm()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     processor = AutoProcessor.from_pretrained(composed(vision))
     size = {"height": num_rows * PATCH, "width": num_columns * PATCH}
     processor.image_processor.size = size
-    processor.image_processor.crop_size = size
+    processor.image_processor.crop_size = size  # CLIP's and DINOv2's image processors crop after they resize
 
     # A black picture, and the same with one orange patch.
     black_pixels = np.zeros((size["height"], size["width"], 3), dtype=np.uint8)
@@ -185,7 +187,7 @@ def test_a_model_that_does_not_run_with_sdpa_is_refused(
 @pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "gemma3", "idefics3", "internvl", "mistral3"])
 def test_merged_and_tiled_pictures_are_refused(name: str) -> None:
     family = FAMILIES[name]
-    model: Any = SimpleNamespace(config=family.config)
+    model: Any = SimpleNamespace(config=family.config)  # `find_grid` reads only the model's config
     pixel_values = family.make_picture()["pixel_values"]
     expected = f"its {family.num_image_tokens} image tokens are not one for each patch"
     with pytest.raises(DiagnosticsError, match=expected):
@@ -254,7 +256,7 @@ def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:
         drawn_maps += [image for image in axis.images if image.get_alpha() is not None]
     assert len(drawn_maps) == 4
     assert len({(drawn.norm.vmin, drawn.norm.vmax) for drawn in drawn_maps}) == 1
-    assert max(drawn.get_alpha().max() for drawn in drawn_maps) <= 0.8
+    assert max(drawn.get_alpha().max() for drawn in drawn_maps) <= 0.8  # the picture can be seen everywhere
 
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert "“colour” in: Which colour? green" in titles
@@ -273,7 +275,7 @@ def test_the_report_shows_attention_maps(
     comparison = compare(models, pictures, QUESTION, layers=[1], attention_word="colour")
 
     assert set(comparison.attention_maps) == {"one", "other"}
-    (first_map, second_map) = comparison.attention_maps["other"]
+    first_map, second_map = comparison.attention_maps["other"]
     for word_map in (first_map, second_map):
         assert word_map.layers == [1]
         assert word_map.text == QUESTION

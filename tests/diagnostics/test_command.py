@@ -55,20 +55,21 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
 
     output = tmp_path / "report"
     models = ("--model", without_norm, with_norm, broken, "--names", "without", "with", "broken")
+    word = "them"  # the last of `QUESTIONS` has it
     with pytest.raises(SystemExit, match="no file named"):
-        run(*models, "--data", data, "--attention_map", "them", "--output_dir", output)
+        run(*models, "--data", data, "--attention_map", word, "--output_dir", output)
 
     report = read_record(Report, output / "report.json")
     assert report.data == "questions.json"
-    assert report.passed_over == 1
+    assert report.passed_over == 1  # the question without a picture
     first, second = report.models
     assert first.name == "without"
     assert second.name == "with"
     assert second.num_pictures == 3
     assert second.num_tokens["visual"] == 3 * 4  # a picture has 2 x 2 patches
     assert second.excluded["special"] > 0
-    assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)  # what composing sets
-    assert second.summary.look("gain_drift").mean == pytest.approx(0, abs=1e-6)
+    assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)  # composing sets it
+    assert second.summary.look("gain_drift").mean == pytest.approx(0, abs=1e-6)  # the model was not trained
     assert first.summary.look("gain_l2") is None
     assert first.weights is not None
     assert second.weights is not None

@@ -24,7 +24,7 @@ Composed = Callable[..., Path]
 @pytest.fixture
 def pictures(picture: Image.Image) -> list[Image.Image]:
     """Four different pictures."""
-    return [picture.rotate(90 * turn) for turn in range(4)]
+    return [picture.rotate(90 * number) for number in range(4)]
 
 
 def record_first(model: PreTrainedModel, processor: Any, questions: list[Question]) -> Record:
@@ -70,7 +70,7 @@ def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
     figures.mkdir()
     (figures / "photo.png").write_bytes(b"a file of the user's")
     (figures / "keys.png").write_bytes(b"a figure of an earlier report")
-    monkeypatch.setattr(type(measured), "figures", lambda measured: {})
+    monkeypatch.setattr(type(measured), "figures", lambda measured: {})  # no figure is drawn
     measured.save(tmp_path)
     assert [path.name for path in figures.iterdir()] == ["photo.png"]
 
@@ -94,7 +94,8 @@ def test_the_frame_has_means_of_the_rows(composed: Composed, pictures: list[Imag
     assert means.to_dict() == pytest.approx(expected.to_dict())
 
 
-def test_neither_another_model_nor_the_order_changes_the_rows(composed: Composed, pictures: list[Image.Image]) -> None:
+def test_the_order_of_models_does_not_change_their_rows(composed: Composed, pictures: list[Image.Image]) -> None:
+    """The first model is measured before any other, so the rows also don't depend on other models."""
     with_norm = load_model(str(composed(projector_norm="gwc")))
     without_norm = load_model(str(composed(projector_norm="none")))
     rows = compare({"with": with_norm, "without": without_norm}, pictures, num_samples=3).rows
@@ -139,7 +140,7 @@ def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], com
     model, processor = load_model(str(composed()))
     record_with_roles = record_first(model, processor, questions)
 
-    processor.tokenizer._extra_special_tokens = []
+    processor.tokenizer._extra_special_tokens = []  # the chat tokens now have no role
     assert processor.tokenizer.convert_tokens_to_ids("<|im_start|>") not in processor.tokenizer.all_special_ids
     record_without_roles = record_first(model, processor, questions)
     assert torch.equal(record_without_roles.tokens.text, record_with_roles.tokens.text)
@@ -152,7 +153,8 @@ def test_without_a_chat_template_the_prompt_is_the_picture_and_the_text(
     model, processor = load_model(str(composed()))
     processor.chat_template = None
     record = record_first(model, processor, questions)
-    assert processor.tokenizer.decode(record.input_ids) == "<|image_pad|>" * 4 + "\nwhat is it?"  # 2 x 2 patches
+    image_tokens = "<|image_pad|>" * 4  # the picture has 2 x 2 patches
+    assert processor.tokenizer.decode(record.input_ids) == f"{image_tokens}\nwhat is it?"
 
 
 def test_labels_that_a_processor_returns_are_left_out(pictures: list[Image.Image], composed: Composed) -> None:

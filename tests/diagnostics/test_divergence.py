@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence: against the integral over known densities, of sets that are alike or disjoint."""
+"""Jensen-Shannon divergence, against the integral over known densities, and of sets that are alike or disjoint."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ TWO_GROUPS: SetPairs = (np.array([[True, False]]), np.array([[False, True]]))
 
 
 def divergence_of_normals(distance: float) -> float:
-    """Bits between two normal distributions with deviation 1 whose means are at this distance, by the integral."""
+    """Divergence in bits of two normal distributions with deviation 1 and means at this distance, by the integral."""
 
     def integrand(x: float) -> float:
         first = norm.pdf(x)
@@ -100,11 +100,15 @@ NUM_PICTURES = 12
 NUM_GROUPS = 2 * NUM_PICTURES
 GROUPS = np.repeat(np.arange(NUM_GROUPS), 20)
 # One pair of sets: all image tokens, and all text tokens.
-IMAGE_AND_TEXT: SetPairs = (np.arange(NUM_GROUPS)[None] < NUM_PICTURES, np.arange(NUM_GROUPS)[None] >= NUM_PICTURES)
+IS_IMAGE_GROUP = np.arange(NUM_GROUPS)[None] < NUM_PICTURES  # [num_pairs, num_groups], with one pair
+IMAGE_AND_TEXT: SetPairs = (IS_IMAGE_GROUP, ~IS_IMAGE_GROUP)
 
 
 def split_pictures(rng: np.random.Generator, num_splits: int) -> SetPairs:
-    """Image tokens, and then text tokens, of a random half of the pictures and of the other half."""
+    """Pairs of a random half of the pictures and the other half.
+
+    In the first `num_splits` pairs, a half has its image tokens. In the other pairs, it has its text tokens.
+    """
     first_sets = np.zeros((2 * num_splits, NUM_GROUPS), dtype=bool)
     second_sets = np.zeros((2 * num_splits, NUM_GROUPS), dtype=bool)
     for split in range(num_splits):
@@ -119,6 +123,7 @@ def split_pictures(rng: np.random.Generator, num_splits: int) -> SetPairs:
 
 
 def test_the_floor_tells_modalities_that_are_alike_from_modalities_that_are_apart() -> None:
+    """The floor, `jsd_halves`, is what chance makes of the divergence between two halves of the pictures."""
     rng = np.random.default_rng(0)
     halves = split_pictures(rng, num_splits=50)
     heads_alike = rng.normal(size=(3, len(GROUPS), 8))  # [num_heads, num_tokens, head_dim]

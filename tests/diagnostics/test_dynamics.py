@@ -29,7 +29,7 @@ def data(tmp_path: Path, picture: Image.Image) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, composed: Callable[..., Path]) -> Path:
-    """A run whose checkpoint 5 has no norm after the projector, and whose checkpoint 10 has one."""
+    """A run's folder. Checkpoint 5 has no norm module after the projector, and checkpoint 10 has one, a "gwc"."""
     run = tmp_path / "run"
     shutil.copytree(composed(projector_norm="none"), run / "checkpoint-5")
     shutil.copytree(composed(projector_norm="gwc"), run / "checkpoint-10")
@@ -55,6 +55,7 @@ def test_the_file_has_the_measures_of_start_and_checkpoints(
     assert (run / "dynamics.png").stat().st_size > 10_000
     assert table["step"].unique().tolist() == [0, 5, 10]
 
+    # The command measures no attention and no keys, and so needs no layers.
     expected = measure(*load_model(start), data, num_samples=2, layers=[]).rows
     for step in (0, 10):
         rows = rows_of_step(table, step)
@@ -66,8 +67,7 @@ def test_only_checkpoints_that_are_new_or_replaced_are_measured(
     run: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table_before = measure_run(run, data)
-
-    loaded: list[str] = []
+    loaded: list[str] = []  # the folders of the models that are loaded from here on
 
     def note_and_load(name: str, **options: Any) -> Any:
         loaded.append(Path(name).name)

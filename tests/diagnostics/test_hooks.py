@@ -1,4 +1,4 @@
-"""The places of a decoder's first layer: what `InterfaceHooks` passes before and after its MLP."""
+"""What `InterfaceHooks` passes before and after the MLP of the decoder's first layer."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from families import build, inputs
 
 @torch.no_grad()
 def states_by_place(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensor that the hooks pass at each place, in one forward pass."""
+    """The hidden states that the hooks pass at each place, such as "before_mlp", in one forward pass."""
     states: dict[str, torch.Tensor] = {}
 
     def keep_state(place: str, state: torch.Tensor) -> None:
@@ -35,7 +35,8 @@ def test_an_mlp_that_adds_nothing_leaves_the_state_before_it_as_the_output(name:
 
     states = states_by_place(model, inputs(name))
     assert torch.equal(states["before_mlp"], states["after_mlp"])
-    assert not torch.allclose(states["before_mlp"], states["decoder"])  # attention adds something
+    # At "decoder", the states enter the layer. Attention adds something to them.
+    assert not torch.allclose(states["before_mlp"], states["decoder"])
 
 
 def test_there_is_no_place_before_an_mlp_that_gets_the_same_input_as_attention() -> None:

@@ -22,25 +22,26 @@ NUM_TEXT_TOKENS = 12  # of the question that is asked about each picture
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """Records with random keys. In layer 0 all keys are drawn alike, in the others those of image tokens lie apart."""
+    """Records with random keys. In each layer but layer 0, the keys of image tokens lie apart from those of text."""
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
     is_image_token = record.tokens.visual
     all_positions = torch.arange(len(is_image_token))
+    keys_shape = (2, len(is_image_token), 8)  # num_key_value_heads, num_tokens, head_dim
     generator = torch.Generator().manual_seed(0)
 
     records = []
     for _ in range(NUM_PICTURES):
-        # [key heads, positions, head_dim]
-        keys = {layer: torch.randn(2, len(is_image_token), 8, generator=generator) for layer in LAYERS}
-        for layer in LAYERS[1:]:
-            keys[layer][:, is_image_token] += 6
+        keys = {layer: torch.randn(keys_shape, generator=generator) for layer in LAYERS}
+        for layer in LAYERS:
+            if layer != 0:
+                keys[layer][:, is_image_token] += 6
         records.append(dataclasses.replace(record, keys=keys, values={}, key_positions=all_positions))
     return records
 
 
 @pytest.fixture(scope="module")
 def rows(records: list[Record]) -> pd.DataFrame:
-    """The rows of the records' distances between keys."""
+    """Rows with the distances between the keys of image and text tokens in these records."""
     rows = measure_space("keys", records)
     assert rows is not None
     return rows
@@ -76,7 +77,8 @@ def test_the_figure_has_a_row_for_each_model(records: list[Record], rows: pd.Dat
     placed = place_keys(records, rows)
     before = placed.assign(model="before")
     after = placed[placed["layer"] == 9].assign(model="after")
-    figure = draw_key_map({"before": Summary.of(rows), "after": Summary.of(rows)}, pd.concat([before, after]))
+    summaries = {"before": Summary.of(rows), "after": Summary.of(rows)}
+    figure = draw_key_map(summaries, pd.concat([before, after]))
 
     # The second model has a single layer, so the last two axes of its row are empty.
     titles = [axis.get_title(loc="left") for axis in figure.axes]
@@ -86,5 +88,6 @@ def test_the_figure_has_a_row_for_each_model(records: list[Record], rows: pd.Dat
 
 
 def test_without_a_measured_divergence_nothing_is_placed(records: list[Record], rows: pd.DataFrame) -> None:
-    rows_of_other_measures = rows[rows["measure"] == "keys.mmd"]  # the layers are chosen by "keys.jsd"
-    assert place_keys(records, rows_of_other_measures).empty
+    """Only layers that have a row of the divergence, "keys.jsd", are placed."""
+    rows_of_another_measure = rows[rows["measure"] == "keys.mmd"]
+    assert place_keys(records, rows_of_another_measure).empty

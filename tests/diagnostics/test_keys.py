@@ -1,4 +1,7 @@
-"""Distances between keys: MMD² against its definition, and with keys whose distribution is known."""
+"""Distances between the keys of image and text tokens: MMD², and a linear probe that tells the modalities apart.
+
+MMD² is compared with its definition, and both are measured for keys whose distribution is known.
+"""
 
 import dataclasses
 import itertools
@@ -14,14 +17,15 @@ from diagnostics.table import Estimate, summarize_rows
 from families import build, inputs, record_sample
 
 
-# Tokens of a picture in the records below.
+# Number of tokens of each modality in the records below. Each record is of another picture.
 NUM_IMAGE_TOKENS = 16
 NUM_TEXT_TOKENS = 12
 
 
 def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> None:
     rng = np.random.default_rng(0)
-    points = rng.normal(size=(24, 3)) * rng.uniform(1, 2, (24, 1))
+    lengths = rng.uniform(1, 2, (24, 1))  # so that the distribution is not normal
+    points = lengths * rng.normal(size=(24, 3))
 
     # Four tokens of each group: groups 0 to 2 are image tokens of three pictures, groups 3 to 5 their text tokens.
     groups = np.repeat(np.arange(6), 4)
@@ -45,13 +49,14 @@ def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> No
 
     within_modalities = mean_kernel(image_tokens, image_tokens) + mean_kernel(text_tokens, text_tokens)
     expected = within_modalities - 2 * mean_kernel(image_tokens, text_tokens)
+    # One pair of sets: all image tokens, and all text tokens.
     is_image_group = np.array([[True, True, True, False, False, False]])
     modalities: SetPairs = (is_image_group, ~is_image_group)
     mmd = unbiased_mmd(kernel_matrix(points), groups, picture_of_group, modalities)
     assert mmd == pytest.approx([expected])
 
 
-def test_the_probe_tells_modalities_apart_that_lie_apart() -> None:
+def test_the_linear_probe_tells_modalities_apart_that_lie_apart() -> None:
     rng = np.random.default_rng(3)
     groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
     points = rng.normal(size=(200, 3))
@@ -59,17 +64,17 @@ def test_the_probe_tells_modalities_apart_that_lie_apart() -> None:
     assert linear_probe(points, groups, num_pictures=10) == 1
 
 
-def test_the_probe_has_all_tokens_of_a_picture_in_one_fold() -> None:
+def test_the_linear_probe_has_all_tokens_of_a_picture_in_one_fold() -> None:
     """All tokens of a group have the same keys, which tell nothing of other groups.
 
-    If a picture's tokens were in several folds, the probe would know all groups, and its accuracy would be 1.
+    If a picture's tokens were in several folds, the linear probe would know all groups, and its accuracy would be 1.
     """
     groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
     points = np.eye(20)[groups]
     assert 0.3 < linear_probe(points, groups, num_pictures=10) < 0.7
 
 
-def test_the_probe_takes_a_picture_without_tokens() -> None:
+def test_the_linear_probe_takes_a_picture_without_tokens() -> None:
     """Of five pictures, the last has no tokens, so groups 4 and 9 are missing."""
     rng = np.random.default_rng(3)
     groups = np.repeat([0, 1, 2, 3, 5, 6, 7, 8], 9)
@@ -80,7 +85,7 @@ def test_the_probe_takes_a_picture_without_tokens() -> None:
 
 @pytest.fixture(scope="module")
 def record() -> Record:
-    """The record of a picture with `NUM_IMAGE_TOKENS` image tokens and a text of `NUM_TEXT_TOKENS` tokens."""
+    """The record of a sample with `NUM_IMAGE_TOKENS` image tokens and `NUM_TEXT_TOKENS` text tokens."""
     return record_sample(build("llava-siglip"), inputs("llava-siglip"))
 
 
@@ -171,17 +176,17 @@ def draw_records(
 
 def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -> None:
     mmd = []
-    floor = []
+    floor = []  # the distance that chance gives between halves of the pictures
     for seed in range(20):
         records = draw_records(record, torch.Generator().manual_seed(seed))
         estimates = measure_only_layer(records)
         mmd.append(estimates["mmd"].mean)
         floor.append(estimates["mmd_halves"].mean)
 
-    # The mean of 20 estimates is 0 within three standard errors. Pairs within pictures would make it 0.03.
+    # The mean of 20 estimates is 0 within three standard errors. Pairs of tokens of one picture would make it 0.03.
     standard_error = np.std(mmd) / np.sqrt(20)
     assert abs(np.mean(mmd)) < 3 * standard_error
-    # Modalities are as far apart as halves of the pictures, so that most but not all are below the floor.
+    # Modalities differ only as halves of the pictures do, so most of the estimates, but not all, are below the floor.
     is_below_floor = np.array(mmd) < np.array(floor)
     assert 0.7 < is_below_floor.mean() < 1
 

@@ -91,7 +91,7 @@ def test_rows_with_a_broken_or_missing_picture_are_skipped_with_a_warning(
 
 
 def test_if_no_row_can_be_read_the_error_names_the_first(colours: Path) -> None:
-    """The search ends after `MAX_UNREADABLE` rows."""
+    """No more rows are tried after `MAX_UNREADABLE` of them."""
     broken_pictures = ["broken.png"] * (2 * MAX_UNREADABLE)
     data = write_rows(colours, *broken_pictures)
     with pytest.raises(
@@ -140,6 +140,7 @@ def test_a_datasets_rows_are_asked_about_and_not_the_logo_beside_them(tmp_path: 
     Image.new("RGB", (20, 20), "blue").save(picture, "PNG")
     row = {"images": [{"bytes": picture.getvalue(), "path": None}], "conversations": TURNS}
     (tmp_path / "data").mkdir()
+    # `datasets` takes the split from the beginning of the file's name.
     Dataset.from_list([row]).to_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet")
 
     (question,) = load_questions(str(tmp_path), 4, split="validation").questions

@@ -11,10 +11,10 @@ from families import build, inputs, record_sample
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-def test_gain_and_bias_by_hand(model: NormLlavaForConditionalGeneration) -> None:
+def test_norms_of_gain_and_bias_are_those_worked_out_by_hand(model: NormLlavaForConditionalGeneration) -> None:
     """The decoder's width is 32, and each half of the gain's entries has moved by another amount."""
     norm = model.model.multi_modal_projector.norm
-    gain_at_start = model.config.projector_norm_target / 32**0.5
+    gain_at_start = model.config.projector_norm_target / 32**0.5  # of each entry: their L2 norm is the target
     with torch.no_grad():
         norm.weight[:16] = gain_at_start + 0.3
         norm.weight[16:] = gain_at_start - 0.4
@@ -57,7 +57,8 @@ def test_queries_of_zero_attend_to_all_visible_keys_evenly(name: str, padding: i
         num_visible = [prompt_length] * len(record.queries)
     else:
         num_visible = (record.queries + 1 - padding).tolist()  # positions count from 0
-    assert record.visible[0].sum(dim=1).tolist() == num_visible
+    visible_in_layer_0 = record.visible[0]  # [num_queries, num_tokens]
+    assert visible_in_layer_0.sum(dim=1).tolist() == num_visible
 
     rows = measure_attention([record])
     assert rows is not None
@@ -78,7 +79,7 @@ def test_attention_is_measured_with_sinks_and_without() -> None:
     image_token = image_positions[1]
     text_token = text_positions[0]
 
-    probabilities = torch.zeros(1, len(record.queries), len(types.visual))  # [num_heads, num_queries, S]
+    probabilities = torch.zeros(1, len(record.queries), len(types.visual))  # [num_heads, num_queries, num_tokens]
     probabilities[..., sink] = 0.6
     probabilities[..., image_token] = 0.1
     probabilities[..., text_token] = 0.3

@@ -57,12 +57,13 @@ def check_image_tokens(model: PreTrainedModel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 def test_every_family_of_transformers_has_its_parts_or_is_refused_in_one_line(name: str) -> None:
-    """The family's default config makes the model, on the meta device, where weights need no memory."""
+    """The model is made from the family's default config, on the meta device, where weights need no memory."""
     try:
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name]())
     except Exception as error:
-        pytest.skip(f"its defaults make no model: {str(error).strip().splitlines()[0]}")
+        first_line = str(error).strip().splitlines()[0]
+        pytest.skip(f"no model can be made from the default config: {first_line}")
 
     if name in REFUSED:
         with pytest.raises(DiagnosticsError, match=rf"\A{type(model).__name__} has no image tokens: .*\Z"):

@@ -1,6 +1,7 @@
 """What a probe records of a forward pass: in each family transformers' own outputs, and numbers known by construction.
 
-The sample of each family is BOS, three words, a picture and nine words: see `families.inputs`.
+The sample of each family is BOS, three words, a picture and nine words: see `families.inputs`. In shapes, `S` is the
+number of tokens of the sample, with its padding.
 """
 
 import copy
@@ -142,16 +143,16 @@ def test_attention_is_that_of_the_eager_model(name: str, padding: int) -> None:
 def test_keys_are_those_before_rotation_and_values_those_in_attention(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The expected keys are the input of the family's function for rotary embedding, the expected values that of sdpa.
+    """Keys are compared with the input of the family's function for rotary embedding, values with the input of sdpa.
 
-    So both functions are replaced by ones that keep their input.
+    For this, the two functions are replaced by functions that also keep their input.
     """
     model = build(name)
     sample = inputs(name, padding=3)
     record = record_sample(model, sample)
     layers = find_decoder(model).layers
 
-    queries_and_keys: list[torch.Tensor] = []  # queries of a layer, keys of the layer, queries of the next, ...
+    queries_and_keys: list[torch.Tensor] = []  # the first layer's queries and keys, the second's queries and keys, ...
     values: list[torch.Tensor] = []  # of each layer
 
     # The vision encoder may call the same functions before the decoder's first layer.
@@ -189,7 +190,7 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
     assert list(record.keys) == layers_with_keys
     assert list(record.values) == layers_with_keys
 
-    keys = queries_and_keys[1::2]  # every second tensor
+    keys = queries_and_keys[1::2]  # every second tensor: the keys of each layer
     for layer, expected_keys, expected_values in zip(layers_with_keys, keys, values, strict=True):
         if expected_keys.shape != record.keys[layer].shape:  # in some families the axis of tokens is first
             expected_keys = expected_keys.transpose(0, 1)
@@ -284,7 +285,8 @@ def test_a_model_set_by_hand_has_the_norms_it_was_given() -> None:
     # The sample has more odd ids than even ids, so the mean norm of its text tokens differs from the vocabulary's.
     assert vocabulary_norm < text_norm < ODD_NORM
 
-    summary = Summary.of(measure_interface([record] * 2, vocabulary_norms(model)))
+    two_records = [record, record]  # of one picture there would be no interval
+    summary = Summary.of(measure_interface(two_records, vocabulary_norms(model)))
     assert summary.look("projector_output", "visual").mean == pytest.approx(IMAGE_NORM)
     assert summary.look("at_decoder", "visual").mean == pytest.approx(IMAGE_NORM)
     assert summary.look("at_decoder", "text").mean == pytest.approx(text_norm)
@@ -298,7 +300,8 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
     model = set_by_hand(build("llava-siglip"))
     sample = inputs("llava-siglip")
     record = record_sample(model, sample)
-    summary = Summary.of(measure_layers([record] * 2))
+    two_records = [record, record]  # of one picture there would be no interval
+    summary = Summary.of(measure_layers(two_records))
 
     text_ids = sample["input_ids"][0][record.tokens.text]
     norms_at_entrance = {
@@ -308,7 +311,7 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
     turning = {}
     for modality, entering in norms_at_entrance.items():
         # Updates are orthogonal, so by Pythagoras a token has the norm √(entering² + n · UPDATE²) before layer n.
-        num_updates = np.arange(4)[:, None]
+        num_updates = np.arange(3 + 1)[:, None]  # before each of the three layers, and after the last
         norms = np.sqrt(entering**2 + num_updates * UPDATE**2)  # [num_layers + 1, num_tokens]
         norms_before = norms[:-1]  # [num_layers, num_tokens]
         norms_after = norms[1:]
@@ -324,7 +327,7 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
         for measure, expected in expected_means.items():
             means = summary.curve(measure, modality)["mean"].tolist()
             assert means == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6), measure
-        # Without a layer, a summary has the mean over layers.
+        # If no layer is named, a summary gives the mean over layers.
         assert summary.look("turning", modality).mean == pytest.approx(turning[modality].mean(), abs=1e-6)
 
     gaps = turning["text"] - turning["visual"]
@@ -382,9 +385,9 @@ def test_hooks_are_gone_after_a_failure() -> None:
 
 
 def test_a_model_whose_decoder_gets_only_placeholders_is_refused() -> None:
-    """Mllama's decoder is an example: it sees pictures by cross-attention.
+    """Mllama is such a model: its decoder sees pictures by cross-attention.
 
-    Here it is a Llava without pixels, whose decoder gets placeholders too.
+    Here the model is a Llava without pixels, whose decoder gets only placeholders too.
     """
     sample = inputs("llava-siglip")
     del sample["pixel_values"]
@@ -403,8 +406,8 @@ def test_hidden_states_that_overflow_are_refused() -> None:
 @pytest.mark.parametrize("implementation", ["eager", "varlen"])  # packed training uses "varlen"
 def test_attention_other_than_sdpa_is_noted_and_not_measured(implementation: str) -> None:
     config = copy.deepcopy(FAMILIES["llava-siglip"].config)
-    of_decoder = {"text_config": implementation}
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation=of_decoder).eval()
+    only_in_decoder = {"text_config": implementation}
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=only_in_decoder).eval()
     record = record_sample(model, inputs("llava-siglip"))
 
     assert record.attention == {}

@@ -68,7 +68,7 @@ def make_rows_of_a_model(
             rows.append(make_rows(measure, around_by_layer(1), modality, layers))
     if with_keys:
         mmd = np.array([0.2, 0.3])  # in layers 0 and 5
-        mmd_without_each = around_by_layer(0.25, num_layers=2)
+        mmd_without_each = around_by_layer(0.25, num_layers=2)  # one row for each picture that is left out
         rows.append(jackknife_rows("keys.mmd", mmd, mmd_without_each, layers=[0, 5]))
         rows.append(make_rows("keys.mmd_halves", layers=[0, 5], whole=mmd))
     return pd.concat(rows, ignore_index=True)
@@ -169,6 +169,7 @@ def test_two_models_have_a_paired_difference_except_of_keys_and_values() -> None
     tables = make_tables(make_report(rows_by_name).models, join_rows(rows_by_name))
 
     ratio = tables["Norms up to the decoder"].loc["ratio"]
+    # A cell is the mean and its interval: "2.00 (1.99 to 2.01)".
     means = [float(ratio[column].split()[0]) for column in ("first", "second", DIFFERENCE)]
     assert means == pytest.approx([40 / 20, 41 / 20, 1 / 20], abs=2e-3)
 

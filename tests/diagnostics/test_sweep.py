@@ -1,4 +1,7 @@
-"""A sweep of the norm of image tokens, compared with multiplying the decoder's input by hand and with plain passes."""
+"""A sweep of the norm of image tokens, compared with multiplying the decoder's input by hand and with plain passes.
+
+A sweep multiplies image tokens by several factors, the doses. At dose 1 the model is unchanged.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -32,10 +35,10 @@ DOG = 1
 
 @contextmanager
 def multiplied_by_hand(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -> Iterator[None]:
-    """Multiply the language model's input embeddings at the image tokens, `(S,)`."""
+    """Multiply the language model's input embeddings where the mask `is_image_token`, `(num_tokens,)`, is true."""
 
     def multiply(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        factors = torch.where(is_image_token, scale, 1.0)[:, None]  # [S, 1]
+        factors = torch.where(is_image_token, scale, 1.0)[:, None]  # [num_tokens, 1]
         return args, kwargs | {"inputs_embeds": kwargs["inputs_embeds"] * factors}
 
     handle = model.get_decoder().register_forward_pre_hook(multiply, with_kwargs=True)
@@ -88,7 +91,7 @@ def test_answers_are_scored_as_in_one_pass(name: str) -> None:
                 answered[input_name] = pad(tensor, (0, len(answer)), value=fill)
         answered["input_ids"] = torch.cat([prompt_ids, torch.tensor([answer])], dim=1)
 
-        logits = model(**answered).logits[0]  # [S, vocab_size]
+        logits = model(**answered).logits[0]  # [num_tokens, vocab_size]
         # The logits of a token are at the position before it.
         expected = logits[prompt_length - 1 : -1].log_softmax(dim=-1)
         assert torch.allclose(log_probabilities, expected, atol=1e-4)
@@ -101,7 +104,8 @@ def loss_by_hand(model: PreTrainedModel, inputs: Any, tokens: list[int], scale: 
     with multiplied_by_hand(model, is_image_token, scale):
         logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits
     # The logits of a token are at the position before it.
-    at_answer = logits[0, -len(tokens) - 1 : -1]
+    first = len(ids[0]) - len(tokens) - 1
+    at_answer = logits[0, first:-1]
     return cross_entropy(at_answer.double(), torch.tensor(tokens)).item()
 
 
@@ -135,7 +139,7 @@ def processor(composed: Callable[..., Path]) -> Any:
 
 @pytest.fixture
 def sharp_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that doesn't find all answers about equally likely, as a random model does."""
+    """A random model whose logits are made larger, so that it doesn't find all answers about equally likely."""
     with torch.no_grad():
         model.lm_head.weight *= 20
     return model
@@ -146,6 +150,7 @@ def test_losses_of_a_sweep_are_those_of_passes_by_hand(
     sharp_model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
     values = values_of(sweep(sharp_model, processor, data).swept)
+    # An answer ends with the token that ends the turn.
     dog = processor.tokenizer("dog<|im_end|>", add_special_tokens=False).input_ids
     own = dog_prompt(processor, data)
     white_picture = Image.new("RGB", (40, 30), "white")  # as large as the pictures of `data`
@@ -175,7 +180,8 @@ def test_one_dose_gives_image_tokens_the_norm_of_text_tokens(
 ) -> None:
     values = values_of(sweep(model, processor, data).swept)
     doses = values["kl", OWN_PICTURE].index.get_level_values("dose").unique()
-    image_norm = values["length", OWN_PICTURE, 1.0].mean()  # in multiples of the norm of text tokens
+    # `length` is the norm of image tokens, in multiples of the norm of text tokens.
+    image_norm = values["length", OWN_PICTURE, 1.0].mean()
     expected_dose = 1 / image_norm
     nearest_dose = min(doses, key=lambda dose: abs(dose - expected_dose))
     assert nearest_dose == pytest.approx(expected_dose)
@@ -201,7 +207,8 @@ def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, pr
             model(**inputs)
 
     for measure, name in (("keys, turned", "k_proj"), ("values, turned", "v_proj")):
-        at_dose_1, at_dose_10 = outputs[name]  # [1, S, num_heads * head_dim] each
+        at_dose_1, at_dose_10 = outputs[name]  # [1, num_tokens, num_heads * head_dim] each
+        # [num_image_tokens, num_heads, head_dim] each
         before = at_dose_1[0, is_image_token].unflatten(-1, (-1, attention.head_dim))
         after = at_dose_10[0, is_image_token].unflatten(-1, (-1, attention.head_dim))
         expected = 1 - cosine_similarity(before, after, dim=-1).mean().item()
@@ -223,14 +230,16 @@ def test_what_layer_1_adds_is_what_its_attention_and_its_mlp_return(
         norms[name] = states[0, is_image_token].norm(dim=-1).mean().item()
 
     layer.register_forward_pre_hook(lambda module, args: keep_norm("entered", args[0]))
+    # Attention returns its output and its weights.
     layer.self_attn.register_forward_hook(lambda module, args, output: keep_norm("attention", output[0]))
     layer.mlp.register_forward_hook(lambda module, args, output: keep_norm("mlp", output))
     model(**inputs)
 
-    length = values["length", OWN_PICTURE, 1.0, DOG].item()
-    for part in ("attention", "mlp"):
-        update = values[f"{part}_update", OWN_PICTURE, 1.0, DOG].item()
-        assert update / length == pytest.approx(norms[part] / norms["entered"], rel=1e-4)
+    # The sweep gives all three norms in multiples of the norm of text tokens, so their ratios are compared.
+    entered = values["length", OWN_PICTURE, 1.0, DOG].item()
+    for module_name in ("attention", "mlp"):
+        update = values[f"{module_name}_update", OWN_PICTURE, 1.0, DOG].item()
+        assert update / entered == pytest.approx(norms[module_name] / norms["entered"], rel=1e-4)
 
 
 def test_too_few_pictures_are_refused(model: PreTrainedModel, processor: Any, data: Path) -> None:
@@ -264,9 +273,11 @@ def test_a_model_that_always_answers_a_is_right_where_a_is_right(always_a: Calla
     questions = load_questions(data, 3).questions
 
     def scores(number: int, measure: str) -> set[float]:
+        """The values of a measure for the question with this number."""
         measured = ask_question(model, processor, questions, number, doses=[1.0])
         return {row.value for row in measured if row.measure == measure}
 
+    # `named` is 1 if the right answer is the likeliest of the answers in `data`.
     assert scores(0, "named") == {1}  # the right answer is "A"
     assert scores(1, "named") == {0}  # the right answer is "dog"
     assert scores(0, "changed") == {0}
@@ -278,7 +289,8 @@ def run_sweep(model: Path, data: Path, output_dir: Path) -> tuple[pd.DataFrame, 
     options = ["--model", model, "--data", data, "--output_dir", output_dir, "--sweep", "--num_samples", 3]
     main([str(option) for option in options])
 
-    rows = pd.read_csv(output_dir / "sweep.csv").fillna({"control": OWN_PICTURE})
+    rows = pd.read_csv(output_dir / "sweep.csv")
+    rows = rows.fillna({"control": OWN_PICTURE})  # `OWN_PICTURE` is an empty text, which pandas reads as NaN
     page = (output_dir / "report.html").read_text()
     assert (output_dir / "figures/sweep.png").exists()
     return rows, page

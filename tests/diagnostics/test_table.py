@@ -97,8 +97,8 @@ def test_the_ratio_of_a_single_picture_has_no_interval() -> None:
 def test_a_picture_without_a_value_is_left_out() -> None:
     """In layer 0 all three pictures have a value, in layer 1 only the last has one."""
     nan = np.nan
-    by_picture = [[1, nan], [3, nan], [5, 2.0]]
-    summary = summarize_rows(make_rows("x", by_picture, layers=[0, 1]))
+    values = [[1, nan], [3, nan], [5, 2.0]]  # [num_pictures, num_layers]
+    summary = summarize_rows(make_rows("x", values, layers=[0, 1]))
     assert summary["mean"].tolist() == [3, 2]
     assert summary["n"].tolist() == [3, 1]
 
@@ -116,8 +116,11 @@ def test_a_picture_without_a_value_is_left_out() -> None:
     ],
 )
 def test_means_over_thirds_of_the_layers(num_layers: int, means: dict[str, float]) -> None:
-    """The gap of picture p in layer n is p + n, and the mean of p over the four pictures is 1.5."""
+    """The gap of picture p in layer n is p + n, and the mean of p over the four pictures is 1.5.
+
+    Two layers have no thirds, so there is a mean for each of the two.
+    """
     gaps = np.arange(4)[:, None] + np.arange(num_layers)  # [num_pictures, num_layers]
     frame = Summary.of(make_rows("gap", gaps, layers=range(num_layers))).frame
-    over_thirds = frame[frame["measure"] != "gap"]
+    over_thirds = frame[frame["measure"] != "gap"]  # these measures are named "gap, first third" and so on
     assert dict(zip(over_thirds["measure"], over_thirds["mean"], strict=True)) == pytest.approx(means)

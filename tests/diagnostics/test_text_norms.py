@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from diagnostics.text_norms import compare_text_norms, main
 
 
-def read_embeddings(folder: Path) -> torch.Tensor:
-    """The weight of a folder's text embeddings, `(num_embeddings, hidden_size)`, without loading a model."""
-    weights = load_file(folder / "model.safetensors")
-    return weights[find_embeddings(weights)]
-
-
 def find_embeddings(weights: dict[str, torch.Tensor]) -> str:
-    """The name of the text embeddings' weight."""
+    """The name of the text embeddings among a model's weights."""
     (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
     return name
+
+
+def read_embeddings(folder: Path) -> torch.Tensor:
+    """The text embeddings of the model in a folder, `(num_embeddings, hidden_size)`, without loading the model."""
+    weights = load_file(folder / "model.safetensors")
+    return weights[find_embeddings(weights)]
 
 
 def test_a_language_model_beside_two_models_composed_from_it(
@@ -30,7 +30,7 @@ def test_a_language_model_beside_two_models_composed_from_it(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One is as composing leaves it. The other has embeddings that are 1.5 times as large, and one that is zero."""
+    """One model is as composing leaves it. In the other, embeddings are 1.5 times as large, and one of them is 0."""
     base = backbones("qwen2")
     trained = shutil.copytree(composed(), tmp_path / "trained")
     weights = load_file(trained / "model.safetensors")

@@ -8,7 +8,7 @@ from diagnostics.tokens import TokenIds, classify, classify_sample, find_sinks
 from families import build, inputs, record_sample
 
 
-Inputs = dict[str, torch.Tensor]
+# Token ids that are not words; 0 is also the padding's id. All other ids are words.
 IDS = TokenIds(image=9, special=frozenset({0, 1, 2}))
 # The token ids of a sample with a picture and of a sample without one, and the type of each token.
 PICTURE_IDS = [1, 9, 9, 5, 6, 2]
@@ -17,12 +17,12 @@ TEXT_IDS = [1, 7, 2]
 TEXT_TYPES = ["special", "text", "special"]
 
 
-def token_types(inputs: Inputs) -> list[list[str]]:
+def token_types(batch: dict[str, torch.Tensor]) -> list[list[str]]:
     """The type of each position of a batch. It is checked that every position has exactly one type."""
-    tokens = classify(inputs, IDS)
+    tokens = classify(batch, IDS)
     masks = {"visual": tokens.visual, "text": tokens.text, **tokens.excluded}
     names = list(masks)
-    stacked = torch.stack(list(masks.values())).int()  # [num_types, batch_size, S]
+    stacked = torch.stack(list(masks.values())).int()  # [num_types, batch_size, length]
     assert (stacked.sum(dim=0) == 1).all()
 
     types = []
@@ -58,8 +58,9 @@ def test_a_batch_that_is_neither_padded_nor_packed() -> None:
 def test_a_sink_has_a_large_norm_after_a_layer() -> None:
     """A token whose norm is large only before the first layer is no sink, because the layer may undo it."""
     tokens = record_sample(build("llava-siglip"), inputs("llava-siglip")).tokens_with_sinks
-    layer_norms = torch.ones(4, len(tokens.text))  # [L + 1, S]; the norms at index 0 are before the first layer
-    position = 10
+    # The decoder has three layers. Index 0 has the norms before the first layer, index n those after layer n.
+    layer_norms = torch.ones(3 + 1, len(tokens.text))
+    position = 10  # of an image token
 
     layer_norms[0, position] = 1e4
     assert not find_sinks(layer_norms, tokens).any()

@@ -1,4 +1,8 @@
-"""The verdict on a sweep, at the borders of each rule, and the sentences that tell it."""
+"""The verdict on a sweep, at the borders of each rule, and the sentences that tell it.
+
+A sweep asks questions about pictures while image tokens are multiplied by factors, the doses. At dose 1 the model is
+unchanged.
+"""
 
 import re
 
@@ -46,9 +50,9 @@ def sweep_rows(
         values_by_measure = {"kl": np.ones(3), "changed": np.array([0.0, 1.0, 1.0])}
         if answers != "no":
             values_by_measure |= {"loss": 2 - change, "loss_change": -change}
-        if answers == "several":
+        if answers == "several":  # `named` is the share of right answers
             values_by_measure |= {"named": 0.5 + change, "named_change": change}
-        if dose == 1:
+        if dose == 1:  # `length` is the norm of image tokens over the norm of text tokens
             values_by_measure |= {"length": np.ones(3), "eps": np.zeros(3)}
         if dose == 1 and updates_are_known:
             values_by_measure |= {"attention_update": 2 * np.ones(3), "mlp_update": 3 * np.ones(3)}
@@ -105,7 +109,7 @@ def test_a_dose_that_helps_counts_more_than_doses_that_harm() -> None:
 
 
 def test_an_interval_that_ends_at_zero_is_not_clear() -> None:
-    """The two pictures have equal values, so an interval has no width. Dose 1, the model as it is, is never clear."""
+    """Both pictures have the same value, so the interval is only that value. Dose 1 is always left out."""
     value_by_dose = {1.0: 5, 2.0: 0, 3.0: 1, 4.0: -1}
     by_dose = {dose: Summary.of(make_rows("x", [value, value])) for dose, value in value_by_dose.items()}
     assert doses_above_zero(by_dose, "x") == [3.0]
@@ -140,11 +144,12 @@ def test_a_norm_has_no_place_if_the_updates_are_not_known() -> None:
     assert place_norm(Estimate(1.5, 1.0, 2.0), None, None) is None
 
 
+# At the smallest dose, image tokens may be so small that the eps of RMSNorm makes its output smaller.
 TOKEN = np.array([3.0, 4.0])  # its norm is 5
 
 
 def expected_share(eps: float) -> float:
-    """Norm of what RMSNorm makes of `TOKEN` at the smallest dose, over the same norm with an eps of 0."""
+    """The norm that RMSNorm gives `TOKEN` at the smallest dose, over the norm that it would give without eps."""
     token = SMALLEST * TOKEN
     mean_square = np.mean(token**2)
     with_eps = np.linalg.norm(token / np.sqrt(mean_square + eps))
@@ -153,7 +158,7 @@ def expected_share(eps: float) -> float:
 
 
 def norm_of_eps(eps: float) -> float:
-    """Norm of a token as wide as `TOKEN` whose mean square is `eps`."""
+    """Norm of a token with as many coordinates as `TOKEN` whose mean square is `eps`."""
     return (len(TOKEN) * eps) ** 0.5
 
 
@@ -174,7 +179,7 @@ def test_the_interval_of_a_share_is_cut_off_at_0_and_1() -> None:
 
 
 def sweep_text(changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True) -> str:
-    """The sentences on a sweep, a line each. The arguments are those of [`sweep_rows`]."""
+    """The sentences on a sweep, each in a line of its own. The arguments are those of [`sweep_rows`]."""
     text = "\n".join(tell_sweep(sweep_rows(changes, answers, updates_are_known)))
     assert not re.search(r"\bnan\b|\bNone\b", text)
     return text

@@ -60,7 +60,8 @@ def test_each_addition_changes_two_files_at_most() -> None:
     assert list(SECTIONS) == ["Add an arm", "Add a measure", "Add a family"]
     for section in SECTIONS:
         diffs = "".join(find_blocks(section, "diff"))
-        changed_files = set(re.findall(r"^\+\+\+ b/(.*)$", diffs, re.M))  # from lines such as "+++ b/training/sft.py"
+        # A diff names a changed file in a line such as "+++ b/training/sft.py".
+        changed_files = set(re.findall(r"^\+\+\+ b/(.*)$", diffs, re.MULTILINE))
         assert 1 <= len(changed_files) <= 2, section
 
 

@@ -128,8 +128,9 @@ def options_on_page(heading: str) -> dict[str, str]:
 def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # argparse then doesn't wrap help texts
     help_text = reference.build_parser(module).format_help()
-    # After a long name, argparse puts the help text into the next line.
+    # After a long name, argparse puts the help text into the next line, which begins with many spaces.
     one_line_each = re.sub(r"\n {10,}", "  ", help_text)
+    # An option's line begins with two spaces: "  --limit LIMIT  Help (default: 8)".
     printed = dict(re.findall(r"^  (--\w+)(.*)$", one_line_each, re.MULTILINE))
     on_page = options_on_page(heading)
     assert list(printed) == list(on_page)
@@ -157,7 +158,7 @@ def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
         if has_default:
             assert f"(`{field.default}`)" in text
         else:
-            assert not text.startswith(" (")
+            assert not text.startswith(" (")  # where a default would be shown
 
 
 def test_the_reference_gives_both_defaults_where_ours_is_not_that_of_trl() -> None:
@@ -183,6 +184,7 @@ def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     if words[0] == "make":
+        # A target's line is "docs: requirements", and its name may be a path.
         targets = re.findall(r"^([\w./()$-]+):", read_makefile(), re.MULTILINE)
         assert words[1] in targets
         return
@@ -225,7 +227,7 @@ def read_makefile() -> str:
 
 @pytest.fixture(scope="module")
 def workplace() -> Path:
-    """The repository, in which the quickstart was run and the folder that the pages' commands write was removed."""
+    """The repository, after the quickstart has run in it, and without the folder that the pages' commands write."""
     subprocess.run([sys.executable, "-m", "examples.digits.quickstart"], cwd=ROOT, check=True, capture_output=True)
     shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)
     return ROOT
@@ -241,6 +243,7 @@ def test_a_block_of_commands_runs(
         request.getfixturevalue("harness_python")  # makes this environment
     lines = [line for line in block.text.splitlines() if not line.startswith(LINES_NOT_RUN)]
     script = "\n".join(lines)
+    # Blocks find the commands of this environment, and end at the first command that fails.
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     completed = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script], cwd=workplace, capture_output=True, text=True

@@ -55,7 +55,7 @@ def run_block(block: str, folder: Path) -> list[dict[str, float]]:
 
 
 def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart: Path) -> None:
-    first_step, _, last_step, _ = run_block(DPO, quickstart)
+    first_step, _second_step, last_step, _summary = run_block(DPO, quickstart)
     # In the first step the model is equal to its reference, so the loss is ln 2 (arXiv 2305.18290, eq. 7).
     assert first_step["loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert last_step["rewards/margins"] > 0
@@ -66,6 +66,6 @@ def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart: Path
 
 
 def test_grpo_generates_and_saves(quickstart: Path) -> None:
-    first_step, *_ = run_block(GRPO, quickstart)
+    first_step, *_others = run_block(GRPO, quickstart)
     assert first_step["completions/mean_length"] > 0
     AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/grpo", trust_remote_code=True)

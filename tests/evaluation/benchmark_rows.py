@@ -31,7 +31,7 @@ def mmbench(number: int) -> dict[str, Any]:
     options = [f"thing {question} {letter}" for letter in LETTERS]
     is_second_row = number % 2 == 1
     if is_second_row:
-        index += 1_000_000
+        index += 1_000_000  # MMBench numbers repetitions of a question in this way
         options.reverse()
 
     is_a_right = number in (0, 1, 4, 8, 9)
@@ -82,7 +82,7 @@ def seedbench(number: int) -> dict[str, Any]:
 
 
 def ocrbench(number: int) -> dict[str, Any]:
-    """The answer "A" is right in row 3."""
+    """The answer "A" is right in row 3, because OCRBench takes upper and lower case as the same."""
     kinds = ("Regular Text Recognition", "Scene Text-centric VQA", "Key Information Extraction")
     return {
         "dataset": "IIIT5K", "question": "What is written in the image?",

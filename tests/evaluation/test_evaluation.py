@@ -71,7 +71,7 @@ def make_sample(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def make_samples(task: str, metric_inputs: list[Any]) -> list[dict[str, Any]]:
-    """A row log of a task, by what its metric is given for each row."""
+    """The entries of a task's row log, one for each of these inputs of the task's metric."""
     metric = command_line.BENCHMARKS[task].metric
     return [make_sample(number, **{metric: metric_input}) for number, metric_input in enumerate(metric_inputs)]
 
@@ -84,12 +84,13 @@ MMBENCH_INPUTS = [
     {"index": 1, "prediction": " a.", "answer": "A"},
     {"index": 1_000_001, "prediction": " a.", "answer": "B"},
 ]
-# Of two categories, with the means 1 and 0.
+# What MM-Star's metric is given for rows of two categories, whose means are 1 and 0.
 MMSTAR_INPUTS = [
     {"score": 1.0, "l2_category": "a"},
     {"score": 1.0, "l2_category": "a"},
     {"score": 0.0, "l2_category": "b"},
 ]
+# What SEED-Bench-2-Plus's metric is given for a right answer and for a wrong one.
 SEEDBENCH_INPUTS = [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer": "A"}]
 
 
@@ -106,16 +107,17 @@ SEEDBENCH_INPUTS = [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer":
 def test_scores_of_rows_are_read_where_the_tasks_score_is_their_mean(
     task: str, metric_inputs: list[Any], expected: list[float]
 ) -> None:
-    # In all cases the score is 0.5, as the mean of rows, of categories or of questions.
-    scores = read_row_scores(command_line.BENCHMARKS[task], 0.5, make_samples(task, metric_inputs))
+    # In all cases the task's score is 0.5, as the mean of rows, of categories or of questions.
+    samples = make_samples(task, metric_inputs)
+    scores = read_row_scores(command_line.BENCHMARKS[task], score=0.5, samples=samples)
     assert scores is not None
     assert list(scores) == expected
 
 
 def test_scores_of_rows_are_unknown_where_the_tasks_score_is_not_their_mean() -> None:
-    # 0.67 is not the mean of these rows. It could be their F1.
+    # The mean of these rows is 0.5, and a score of 0.67 could be their F1.
     samples = make_samples("pope", [{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}])
-    assert read_row_scores(command_line.BENCHMARKS["pope"], 0.67, samples) is None
+    assert read_row_scores(command_line.BENCHMARKS["pope"], score=0.67, samples=samples) is None
 
 
 @pytest.mark.parametrize(
@@ -127,18 +129,20 @@ def test_scores_of_rows_are_unknown_where_the_tasks_score_is_not_their_mean() ->
     ],
 )
 def test_scores_of_rows_are_unknown_where_a_log_has_an_unknown_form(task: str, metric_inputs: list[Any]) -> None:
-    assert read_row_scores(command_line.BENCHMARKS[task], 1.0, make_samples(task, metric_inputs)) is None
+    samples = make_samples(task, metric_inputs)
+    assert read_row_scores(command_line.BENCHMARKS[task], score=1.0, samples=samples) is None
 
 
 def read_row_index(**fields: Any) -> tuple[str, str]:
     """The group and the row by which an entry of a row log with these fields is indexed."""
-    scores = read_row_scores(DIGITS, 1.0, [make_sample(0, exact_match=1.0, **fields)])
+    sample = make_sample(0, exact_match=1.0, **fields)
+    scores = read_row_scores(DIGITS, score=1.0, samples=[sample])
     assert scores is not None
     return scores.index[0]
 
 
 def test_a_row_has_the_same_index_for_every_model() -> None:
-    """lmms-eval's hash of a row depends on an address in memory, so it must not count."""
+    """lmms-eval's hash of a row, `doc_hash`, depends on an address in memory, so it must not be part of the index."""
     assert read_row_index(doc_hash=str(object())) == read_row_index()
 
 
@@ -157,11 +161,11 @@ def test_another_question_has_another_index(fields: dict[str, Any]) -> None:
 
 def test_scores_are_unknown_where_a_row_is_there_twice() -> None:
     sample = make_sample(0, exact_match=1.0)
-    assert read_row_scores(DIGITS, 1.0, [sample, sample]) is None
+    assert read_row_scores(DIGITS, score=1.0, samples=[sample, sample]) is None
 
 
 def write_report(
-    folder: Path, benchmark: Benchmark, scores: dict[str, Any], row_counts: dict[str, int], without: str | None = None
+    folder: Path, benchmark: Benchmark, scores: dict[str, Any], row_counts: dict[str, int], omit: str | None = None
 ) -> None:
     """Write a harness's report about a task.
 
@@ -170,7 +174,7 @@ def write_report(
         benchmark: The task.
         scores: The task's scores by metric and filter.
         row_counts: Number of rows of each subtask; of the task itself if it has no subtasks.
-        without: A field of the report that is left out.
+        omit: A field that the report shall not have.
     """
     config = {"dataset_path": "owner/rows", "dataset_name": "en", "validation_split": "val"}
     report: dict[str, Any] = {"results": {benchmark.task: scores}, "configs": {}, "n-shot": {}, "n-samples": {}}
@@ -178,8 +182,8 @@ def write_report(
         report["configs"][subtask] = config
         report["n-shot"][subtask] = 0
         report["n-samples"][subtask] = {"original": 99, "effective": count}
-    if without is not None:
-        del report[without]
+    if omit is not None:
+        del report[omit]
 
     file_names = {"lmms-eval": "2026_results.json", "lm-eval": "results_2026-01-01T00-00-00.0.json"}
     (folder / "model").mkdir()
@@ -190,43 +194,43 @@ def test_the_benchmarks_metric_is_taken_from_all_metrics(tmp_path: Path) -> None
     scores = {"acc,none": 0.1, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.02}
     benchmark = command_line.BENCHMARKS["hellaswag"]
     write_report(tmp_path, benchmark, scores, {"hellaswag": 7})
-    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert row.value == 0.4
-    assert row.standard_error == 0.02
-    assert row.n == 7
-    assert row.dataset == "owner/rows, en"
+    evaluation = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert evaluation.value == 0.4
+    assert evaluation.standard_error == 0.02
+    assert evaluation.n == 7
+    assert evaluation.dataset == "owner/rows, en"
 
 
 def test_a_score_in_percent_becomes_a_fraction(tmp_path: Path) -> None:
     scores = {"submission,none": None, "gpt_eval_score,none": 60.0, "gpt_eval_score_stderr,none": 3.0}
     benchmark = command_line.BENCHMARKS["mmbench_en_dev_static"]
     write_report(tmp_path, benchmark, scores, {"mmbench_en_dev_static": 5})
-    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert row.value == 0.6
-    assert row.standard_error == 0.03
+    evaluation = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert evaluation.value == 0.6
+    assert evaluation.standard_error == 0.03
 
 
-def test_the_rows_of_a_groups_subtasks_are_added_up(tmp_path: Path) -> None:
+def test_the_rows_of_mmlus_subjects_are_added_up(tmp_path: Path) -> None:
     scores = {"acc,none": 0.6, "acc_stderr,none": "N/A"}
     benchmark = command_line.BENCHMARKS["mmlu"]
     write_report(tmp_path, benchmark, scores, {"mmlu_anatomy": 2, "mmlu_law": 3})
-    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
-    assert row.value == 0.6
-    assert row.standard_error is None
-    assert row.n == 5
-    # The subtasks have different configurations of the dataset, so none is named.
-    assert row.dataset == "owner/rows"
+    evaluation = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert evaluation.value == 0.6
+    assert evaluation.standard_error is None
+    assert evaluation.n == 5
+    # MMLU's subjects are different configurations of its dataset, so none is named.
+    assert evaluation.dataset == "owner/rows"
 
 
 def test_a_result_says_how_it_was_measured(tmp_path: Path) -> None:
     benchmark = command_line.BENCHMARKS["hellaswag"]
     write_report(tmp_path, benchmark, {"acc_norm,none": 0.4}, {"hellaswag": 3})
     settings = SETTINGS._replace(dtype="bfloat16", limit=3)
-    row = read_result(tmp_path, benchmark, settings, make_model(tmp_path / "secret")).evaluation
-    assert row.split == "val[:3]"
-    assert row.choice == f"0-shot; bfloat16; {benchmark.choice}"
-    # The command holds no path of this machine.
-    assert row.command == "python -m evaluation secret --tasks hellaswag --dtype bfloat16"
+    evaluation = read_result(tmp_path, benchmark, settings, make_model(tmp_path / "stage2")).evaluation
+    assert evaluation.split == "val[:3]"
+    assert evaluation.choice == f"0-shot; bfloat16; {benchmark.choice}"
+    # The command names the model's folder without the path that leads to it on this machine.
+    assert evaluation.command == "python -m evaluation stage2 --tasks hellaswag --dtype bfloat16"
 
 
 def test_a_report_without_a_score_is_named(tmp_path: Path) -> None:
@@ -236,7 +240,7 @@ def test_a_report_without_a_score_is_named(tmp_path: Path) -> None:
 
 
 def test_a_report_in_another_form_is_named(tmp_path: Path) -> None:
-    write_report(tmp_path, DIGITS, {"exact_match,none": 0.5}, {"digits": 2}, without="n-samples")
+    write_report(tmp_path, DIGITS, {"exact_match,none": 0.5}, {"digits": 2}, omit="n-samples")
     with pytest.raises(UserError, match=r"2026_results\.json: n-samples: Field required"):
         read_result(tmp_path, DIGITS, SETTINGS, make_model(tmp_path))
 
@@ -277,6 +281,7 @@ def test_other_files_do_not_change_the_fingerprint(composed: Callable[..., Path]
 
 
 def test_a_folder_without_weights_is_named() -> None:
+    """An id on the Hub is such a folder, so the error says how to download a model."""
     with pytest.raises(ValueError, match=r"me/model: no folder with model\*.safetensors.*hf download <id>"):
         open_model("me/model")
 
@@ -291,8 +296,8 @@ def test_a_path_that_harnesses_would_split_is_refused_before_anything_runs(
         command_line.main([str(composed()), str(folder)])
 
 
-def test_a_link_to_a_folder_with_such_a_path_is_taken(composed: Callable[..., Path], tmp_path: Path) -> None:
-    """The error message gives this advice."""
+def test_a_link_to_a_folder_with_a_refused_path_is_taken(composed: Callable[..., Path], tmp_path: Path) -> None:
+    """The error for a refused path advises to make such a link."""
     folder = shutil.copytree(composed(), tmp_path / "stage2[1]")
     (tmp_path / "link").symlink_to(folder)
     assert open_model(str(tmp_path / "link")).path == tmp_path / "link"
@@ -346,9 +351,9 @@ def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatc
     program = "import os; from huggingface_hub import get_token; print(sorted(os.environ.items()), get_token()[:7])"
     harness.run_harness([sys.executable, "-c", program], tmp_path)
     log = (tmp_path / "log.txt").read_text()
+    assert "('PYTHONSAFEPATH', '1')" in log  # the environment was printed
     assert "hf_thisIsNoToken" not in log
     assert log.endswith("hf_this\n")
-    assert "('PYTHONSAFEPATH', '1')" in log
 
 
 # In the tests below, this program runs in place of a harness. It writes what lmms-eval writes for the digits: a
@@ -396,15 +401,15 @@ def run_digits(folder: Path, fingerprint: str = "fingerprint", settings: Setting
 
 
 def test_a_result_holds_what_the_harness_wrote(started_tasks: list[str], tmp_path: Path) -> None:
-    row = run_digits(tmp_path).evaluation
-    assert row.dataset == "digits"
-    assert row.split == "test"
-    assert row.choice == "0-shot"
-    assert row.value == 0.5
-    assert row.n == 10
+    evaluation = run_digits(tmp_path).evaluation
+    assert evaluation.dataset == "digits"
+    assert evaluation.split == "test"
+    assert evaluation.choice == "0-shot"
+    assert evaluation.value == 0.5
+    assert evaluation.n == 10
     # The report gives no error, so it comes from the rows: five zeros and five ones.
     variance = 10 * 0.5**2 / (10 - 1)
-    assert row.standard_error == pytest.approx(np.sqrt(variance / 10))
+    assert evaluation.standard_error == pytest.approx(np.sqrt(variance / 10))
     assert (tmp_path / "evaluation/digits/log.txt").read_text() == "answering\n"
 
 
@@ -469,11 +474,11 @@ def test_a_failed_task_fails_the_command_and_not_the_other_tasks(
     with pytest.raises(SystemExit, match=rf"^Failed: {first}: pope, {second}: pope\."):
         command_line.main([first, second, "--tasks", "digits", "pope", "digits"])
 
-    header, _, digits, pope = capsys.readouterr().out.splitlines()
+    header, _alignment, digits_row, pope_row = capsys.readouterr().out.splitlines()
     assert header == f"| benchmark | {first} | {second} | {second} − {first} (95% interval) | how |"
     # Half of the digits' ten rows are right, with a standard error of 1/6.
-    assert "| 50.0 ± 16.7 | 50.0 ± 16.7 | +0.0 (too few rows that differ) | lmms-eval 1 digits;" in digits
-    assert "| POPE | no result | no result | no result |" in pope
+    assert "| 50.0 ± 16.7 | 50.0 ± 16.7 | +0.0 (too few rows that differ) | lmms-eval 1 digits;" in digits_row
+    assert "| POPE | no result | no result | no result |" in pope_row
     # Each task ran once for each model, though the digits were named twice.
     assert started_tasks == ["digits", "pope", "digits", "pope"]
 
@@ -538,8 +543,9 @@ def test_a_differences_interval_is_that_of_a_paired_t_test() -> None:
     interval = ttest_rel(second, first).confidence_interval(0.95)
     change = second.mean() - first.mean()
     expected = f"{100 * change:+.1f} ({100 * interval.low:+.1f} to {100 * interval.high:+.1f})"
-    # The second model's rows are in reversed order, because rows are paired by their index.
-    assert render_difference(make_row_scores(first), make_row_scores(second)[::-1]) == expected
+    # Rows are paired by their index and not by their order, so the second model's rows may be in reversed order.
+    second_reversed = make_row_scores(second)[::-1]
+    assert render_difference(make_row_scores(first), second_reversed) == expected
 
 
 def test_a_difference_has_no_interval_if_one_model_has_more_rows() -> None:

@@ -21,7 +21,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
-NUM_QUESTIONS = 100  # about digits
+NUM_QUESTIONS = 100  # questions about digits
 RunModule = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -32,7 +32,7 @@ def run_module(harness_python: Path, tmp_path_factory: pytest.TempPathFactory) -
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HOME": str(tmp_path_factory.mktemp("home")),
-        "OPENAI_API_KEY": "none",
+        "OPENAI_API_KEY": "none",  # if a key of the user is in the environment, no scorer shall use it
     }
     environment = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
@@ -57,10 +57,10 @@ def share_error(share: float, count: int) -> float:
     return sqrt(share * (1 - share) / (count - 1))
 
 
-def read_rows(folder: Path) -> dict[str, Evaluation]:
-    """The rows of a model's evaluation.json, by task."""
-    rows = read_record(list[Evaluation], folder / "evaluation.json")
-    return {row.task: row for row in rows}
+def read_evaluations(folder: Path) -> dict[str, Evaluation]:
+    """The results in a model's evaluation.json, by task."""
+    evaluations = read_record(list[Evaluation], folder / "evaluation.json")
+    return {evaluation.task: evaluation for evaluation in evaluations}
 
 
 def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
@@ -70,11 +70,13 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
     model = Path(shutil.copytree(always_a(), tmp_path / "model"))
     completed = run_module(tmp_path, "evaluation", model)
     assert completed.returncode == 0, completed.stderr[-5000:]
-    rows = read_rows(model)
+    evaluations = read_evaluations(model)
 
-    # In which rows "A" is right stands in benchmark_rows.py. MM-Star has two categories, of 8 and 4 rows, with 6 and 1
-    # right answers. Its score is the mean of their means.
-    mmstar_error = sqrt(share_error(6 / 8, 8) ** 2 + share_error(1 / 4, 4) ** 2) / 2
+    # The docstrings in benchmark_rows.py say in which rows "A" is right. MM-Star has two categories: 6 of 8 rows are
+    # right in the first, and 1 of 4 rows in the second. Its score is the mean of the two categories' means.
+    first_error = share_error(6 / 8, 8)
+    second_error = share_error(1 / 4, 4)
+    mmstar_error = sqrt(first_error**2 + second_error**2) / 2
     # By task: score, number of rows, standard error.
     expected = {
         # 12 rows ask 6 questions, each of which counts once.
@@ -89,33 +91,34 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
         "ai2d": (3 / 12, 12, share_error(3 / 12, 12)),
     }
     for task, (score, count, error) in expected.items():
-        assert rows[task].value == pytest.approx(score), task
-        assert rows[task].n == count, task
+        assert evaluations[task].value == pytest.approx(score), task
+        assert evaluations[task].n == count, task
         if error is None:
-            assert rows[task].standard_error is None, task
+            assert evaluations[task].standard_error is None, task
         else:
-            assert rows[task].standard_error == pytest.approx(error), task
+            assert evaluations[task].standard_error == pytest.approx(error), task
 
     # MMLU has 57 subjects of two rows each, and lm-eval itself gives an error.
-    assert rows["mmlu"].value == pytest.approx(1 / 2)
-    assert rows["mmlu"].n == 114
-    assert rows["mmlu"].standard_error > 0
+    assert evaluations["mmlu"].value == pytest.approx(1 / 2)
+    assert evaluations["mmlu"].n == 114
+    assert evaluations["mmlu"].standard_error > 0
     # HellaSwag is scored by likelihood, which can't be worked out by hand.
-    assert rows["hellaswag"].n == 12
-    assert rows["hellaswag"].metric == "acc_norm"
+    assert evaluations["hellaswag"].n == 12
+    assert evaluations["hellaswag"].metric == "acc_norm"
 
-    mean = sum(row.value for row in rows.values()) / 9
+    mean = sum(evaluation.value for evaluation in evaluations.values()) / 9
     assert f"| mean of the 9 | {100 * mean:.1f} |" in completed.stdout
 
 
 @pytest.fixture(scope="module")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds `NUM_QUESTIONS` of the quickstart's kind where the digits' task looks for them."""
+    """A folder with `NUM_QUESTIONS` questions like the quickstart's, where the task "digits" looks for them."""
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
         scenes = importlib.import_module("scenes")
         num_test_scenes = NUM_QUESTIONS // scenes.QUESTIONS_PER_TEST_SCENE
+        # The task reads only the test scenes, so there are few other rows.
         patch.setattr(scenes, "SCENES", {"train": 10, "test": num_test_scenes})
         patch.setattr(scenes, "TEXT_ROWS", 1)
         scenes.write_data(folder / "runs/digits/data")
@@ -132,14 +135,14 @@ def read_logged_answers(folder: Path) -> list[str]:
     answers = []
     for sample in samples:
         answer = sample["filtered_resps"]
-        if isinstance(answer, list):  # the harnesses differ in this
-            answer = answer[0]
+        if isinstance(answer, list):  # one of the harnesses logs a list of one answer
+            (answer,) = answer
         answers.append(answer.strip())
     return answers
 
 
 def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
-    """A model's answers by the code of the quickstart's report. Each is cut at the end of its line, as by the task."""
+    """A model's answers by the code of the quickstart's report. Only the first line of each counts, as in the task."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
         report = importlib.import_module("report")
@@ -148,7 +151,8 @@ def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
     processor = AutoProcessor.from_pretrained(model_folder)
     prompts = [report.make_image_prompt(question) for question in questions]
     texts = report.answer_prompts(model, processor, prompts, "answering")
-    return [text.split("\n")[0].strip() for text in texts]
+    first_lines = [text.split("\n")[0] for text in texts]
+    return [line.strip() for line in first_lines]
 
 
 def test_both_harnesses_and_the_report_get_the_same_answers(
@@ -169,4 +173,4 @@ def test_both_harnesses_and_the_report_get_the_same_answers(
         results = tmp_path / num_processes / "model" / "evaluation"
         assert read_logged_answers(results / "digits") == expected, num_processes
         assert read_logged_answers(results / "digits_lm_eval") == expected, num_processes
-    assert read_rows(tmp_path / "1/model") == read_rows(tmp_path / "2/model")
+    assert read_evaluations(tmp_path / "1/model") == read_evaluations(tmp_path / "2/model")

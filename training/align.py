@@ -206,7 +206,7 @@ def contrastive_loss(
         targets: The index of each picture's caption in `directions`, `(num_pictures,)`.
     """
     # The vocabulary's mean was subtracted from the captions' tokens, and so it is from image tokens. `mean` is in
-    # units of the norm of text, so image tokens get the norm of text by getting the L2 norm 1.
+    # units of the norm of text. In these units the norm of text is 1, and image tokens are scaled to it.
     tokens = nn.functional.normalize(image_tokens, dim=-1) - mean
     pictures = tokens.mean(dim=1)  # [num_pictures, hidden_size]
 

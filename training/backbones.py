@@ -144,7 +144,7 @@ def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bo
     square = {"height": size, "width": size}
     crops_now = bool(getattr(image_processor, "do_center_crop", False))
     if crops_now and not keeps_crop:
-        image_processor.size = square
+        image_processor.size = square  # squashes a wide picture
     elif crops_now and image_processor.crop_size["height"] != size:
         image_processor.size = {"shortest_edge": size}  # the size before the crop
     image_processor.do_center_crop = crops_now and keeps_crop
@@ -156,7 +156,7 @@ def tiling_processor(image_processor: BaseImageProcessor, max_tiles: int) -> Got
 
     Args:
         image_processor: The image processor of the encoder, which gives pictures of the encoder's size.
-        max_tiles: The largest number of tiles of a grid.
+        max_tiles: The largest number of tiles of the grid into which a picture is cut.
     """
     # This class of transformers calls tiles patches. `crop_size` is again there for LlavaProcessor's count of tokens.
     tile_size = image_processor.crop_size

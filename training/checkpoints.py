@@ -180,7 +180,7 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
     """
     folders: list[Path] = []
     if resume is True:
-        folders = [*list_checkpoints(output_dir), output_dir]
+        folders = [*list_checkpoints(output_dir), output_dir]  # output_dir has the record of a finished run
     elif resume is not None:
         folders = [Path(str(resume))]
 

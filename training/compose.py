@@ -92,7 +92,7 @@ def compose(
     """
     if scale_projector and projector_norm != "none":
         raise UserError(
-            "scale_projector is for a projector without a norm: with one, the norm's gain sets the initial norm."
+            "scale_projector scales a projector without a norm: with one, its gains set the size of image tokens."
         )
     require_fitting_tiles(max_tiles, center_crop)
     require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)

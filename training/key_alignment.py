@@ -207,7 +207,8 @@ class KeyAlignment:
             self._references[number] = split_heads(keys, attention.head_dim)
 
         def record_keys(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            # The drawn tokens aren't selected here, because gradient checkpointing would have to repeat the selection.
+            # A pass without gradients has no penalty, so its keys aren't kept. Of other passes all keys are kept,
+            # because gradient checkpointing would have to repeat a selection of the drawn tokens.
             if self._tokens is not None and torch.is_grad_enabled():
                 self._keys[number] = output
 

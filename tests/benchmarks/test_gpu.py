@@ -65,7 +65,7 @@ def count_by_torch(model: Any, length: int, num_supervised: int) -> int:
     return counter.get_total_flops()
 
 
-def flops_that_only_torch_counts(model: Any, stage: Stage, length: int) -> int:
+def difference_to_model_flops(model: Any, stage: Stage, length: int) -> int:
     """The FLOPs that [`count_by_torch`] counts, minus the model FLOPs of the same step.
 
     Torch counts what is computed. Model FLOPs are what a step needs, by the definitions of benchmarks/gpu.
@@ -108,7 +108,7 @@ def test_model_flops_are_those_that_torch_counts(encoder: str, stage: Stage) -> 
 
     flops = model_flops(trained, Work(lengths=[12], num_images=1, num_supervised=3))
     counted = count_by_torch(model, length=12, num_supervised=3)
-    assert counted == flops.whole + flops_that_only_torch_counts(model, stage, length=12)
+    assert counted == flops.whole + difference_to_model_flops(model, stage, length=12)
     assert 0 < flops.layers < flops.whole
 
 
@@ -233,7 +233,7 @@ def test_the_table_leaves_cells_empty_where_an_arm_lacks_the_figure(
     results = tmp_path / "results.jsonl"
     append_line(results, make_line("ceilings", "copy", figures={"median_tb_per_second": 1.5}))
     command.main(["--table", str(results)])
-    # The columns are best TFLOP/s, median TFLOP/s and TB/s.
+    # The columns are best TFLOP/s, median TFLOP/s and median TB/s.
     assert "| copy |  |  | 1.50 |" in capsys.readouterr().out
 
 

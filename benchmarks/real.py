@@ -238,7 +238,7 @@ def train_plain(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Na
         remove_unused_columns=False,
         assistant_only_loss=True,
         per_device_train_batch_size=options.batch_size,
-        train_sampling_strategy="sequential",
+        train_sampling_strategy="sequential",  # `trl_dataset` has put the rows in order
     )
     trainer = SFTTrainer(
         model,
@@ -265,8 +265,8 @@ class BareLoop(TrainerCallback):
         self.attention = attention
         self.alone = alone
         self.losses: list[float] = []
-        # The time at which training began. Then for each step the time at which the trainer ended its step, and the
-        # time at which the loop ended its own.
+        # The time at which training began. After it, two times for each step: when the trainer ended its step, and
+        # when the loop ended its step on the same batch.
         self.clock_readings: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:

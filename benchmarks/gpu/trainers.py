@@ -244,7 +244,7 @@ def train_trl(training: Training, workplace: Workplace) -> None:
         assistant_only_loss=True,
         per_device_train_batch_size=workplace.rows_per_pass,
         gradient_accumulation_steps=workplace.rows_per_step // workplace.rows_per_pass,
-        train_sampling_strategy="sequential",
+        train_sampling_strategy="sequential",  # `trl_dataset` has put the rows in order
     )
     trainer = SFTTrainer(
         model,

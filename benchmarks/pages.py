@@ -28,8 +28,8 @@ from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneratio
 logger = logging.getLogger(__name__)
 
 PAGE = (1240, 1754)  # width and height in pixels
-IMAGE_TOKEN_ID = 5
-QUESTION_TOKENS = 40
+IMAGE_TOKEN_ID = 5  # any id would do
+QUESTION_TOKENS = 40  # number of tokens of the question
 GIB = 2**30
 
 
@@ -37,10 +37,17 @@ class Setting(NamedTuple):
     """How a page is given to the model."""
 
     max_tiles: int
+    """The largest number of tiles that the page is cut into; 1 leaves it whole."""
     spatial_merge_size: int
+    """Number of patches along each side of the squares that are merged into one image token."""
 
 
-SETTINGS = [Setting(1, 2), Setting(6, 2), Setting(1, 1), Setting(6, 1)]
+SETTINGS = [
+    Setting(max_tiles=1, spatial_merge_size=2),
+    Setting(max_tiles=6, spatial_merge_size=2),
+    Setting(max_tiles=1, spatial_merge_size=1),
+    Setting(max_tiles=6, spatial_merge_size=1),
+]
 
 
 class Cost(NamedTuple):
@@ -48,9 +55,9 @@ class Cost(NamedTuple):
 
     image_tokens: int
     seconds: float
-    """Time of one forward pass over the page and a question."""
+    """Time of a forward pass over the page and a question, the faster of two passes."""
     gib: float
-    """Largest memory in the pass, with the weights."""
+    """The largest memory that the process has taken, weights included, in GiB."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,13 +71,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = parse(build_parser(), argv)
-    logger.info("%8s%8s%14s%12s%10s", "tiles", "merged", "image tokens", "seconds", "GiB")
+    logger.info("%10s%12s%14s%12s%10s", "max tiles", "merge size", "image tokens", "seconds", "GiB")
     for setting in SETTINGS:
-        # A process of its own, because a process's largest memory never falls.
+        # Each setting has a process of its own, because the largest memory of a process never falls.
         with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
             cost = pool.submit(measure_page, setting, options.tiny).result()
         logger.info(
-            "%8d%8d%14s%12.2f%10.2f",
+            "%10d%12d%14s%12.2f%10.2f",
             setting.max_tiles,
             setting.spatial_merge_size,
             f"{cost.image_tokens:,}",
@@ -89,14 +96,15 @@ def measure_page(setting: Setting, tiny: bool) -> Cost:
 
     pixel_values = cut_page(config.vision_config.image_size, setting.max_tiles).to(device, dtype)
     num_image_tokens = config.image_seq_length * len(pixel_values)
-    tokens = [IMAGE_TOKEN_ID] * num_image_tokens + [IMAGE_TOKEN_ID + 1] * QUESTION_TOKENS
+    question_token_id = IMAGE_TOKEN_ID + 1  # any other id would do
+    tokens = [IMAGE_TOKEN_ID] * num_image_tokens + [question_token_id] * QUESTION_TOKENS
     input_ids = torch.tensor([tokens], device=device)
 
     seconds = []
     for _ in range(2):  # the first pass warms up
         started = time.perf_counter()
         with torch.no_grad():
-            # Only the last token's logits, as in generation.
+            # As in generation, only the logits of the last token are computed.
             model(input_ids=input_ids, pixel_values=pixel_values, logits_to_keep=1)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -106,11 +114,11 @@ def measure_page(setting: Setting, tiny: bool) -> Cost:
         num_bytes = torch.cuda.max_memory_allocated()
     else:
         num_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
-    return Cost(num_image_tokens, min(seconds), num_bytes / GIB)
+    return Cost(image_tokens=num_image_tokens, seconds=min(seconds), gib=num_bytes / GIB)
 
 
 def make_config(spatial_merge_size: int, tiny: bool) -> NormLlavaConfig:
-    """The config of Qwen3-0.6B with SigLIP2-base-512, or a tiny one with pictures as large."""
+    """The config of Qwen3-0.6B with SigLIP2-base-512, or of a tiny model that takes pictures of the same size."""
     if tiny:
         text = Qwen3Config(
             hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
@@ -143,7 +151,7 @@ def make_config(spatial_merge_size: int, tiny: bool) -> NormLlavaConfig:
 
 
 def cut_page(tile_size: int, max_tiles: int) -> torch.Tensor:
-    """The tiles of a page of noise, `[num_tiles, 3, tile_size, tile_size]`."""
+    """The tiles of a page of noise, and a thumbnail if there are several: `[num_tiles, 3, tile_size, tile_size]`."""
     width, height = PAGE
     noise = np.random.default_rng(0).integers(0, 256, size=(height, width, 3), dtype=np.uint8)
     image_processor = GotOcr2ImageProcessorPil(

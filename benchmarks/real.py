@@ -5,11 +5,12 @@
 
 After each step of a trainer the bare loop takes a step on the same batch, so that other load slows both. The trainer's
 time includes making the batch; the loop's doesn't. TRL trains plain Llava with the same weights, uses the chat format
-in both stages, and can't pack rows with pictures. `--alone` leaves the loop out, so that the memory is the trainer's
-alone.
+in both stages, and can't pack rows with pictures. With `--alone` the loop is left out, so that the measured memory is
+only the trainer's.
 
-In the table, `ratio` is the trainer's time over the loop's. `share_of_peak` is the trainer's speed over the peak, and
-`bare_share` the loop's. The peak is the speed of a matrix product with the language model's shapes.
+In the table, `ratio` is the trainer's time over the loop's time. `share_of_peak` is the trainer's speed over the peak,
+and `bare_share` is the loop's speed over the peak. The peak is the speed of a matrix product with the language model's
+shapes. `padding_share` is the share of padding among all tokens.
 """
 
 import os
@@ -51,6 +52,7 @@ from training import sft
 
 ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below --data
 PACKED_LENGTH = 65536  # tokens; all rows of a step fit into one packed row
+# Our command trains on padded rows and on packed rows, and TRL's trainer on padded rows.
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
 # The columns of the printed table, and their widths.
 ARM_WIDTH = 24
@@ -65,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--alone", action="store_true", help="leave out the bare loop, as is always done on a GPU")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--output", type=Path, help="JSON file; benchmarks/results/real_<device>.json by default")
+    add("--output", type=Path, help="JSON file of the figures; benchmarks/results/real_<device>.json by default")
     add("--model", type=Path, default=Path("runs/emoji/aligned"), help="folder of a NormLlava")
     add("--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of its rows")
     add("--steps", type=int, default=6, help="steps of each run, the first not timed")
@@ -79,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = parse(build_parser(), argv)
     require_files(options)
+    # Only the first GPU stays visible, because the trainers would use all visible GPUs.
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[0]  # the trainers would use all visible GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[0]
     if options.device == "cuda":
         options.alone = True  # with the loop, two models would share the GPU's memory
     output = options.output or Path(f"benchmarks/results/real_{options.device}.json")
@@ -113,7 +116,7 @@ def describe_run(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],  # mean of the last minute
+        "load": os.getloadavg()[0],  # the machine's mean load in the last minute
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")},
         "arms": [],
     }
@@ -143,7 +146,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
     rows = random.Random(42).sample(rows, options.steps * options.batch_size)
     is_packed = arm == "ours, packed"
     attention = options.attention if is_packed else "sdpa"
-    loop = BareLoop(options.model, attention, options.alone)
+    loop = BareLoop(options.model, attention=attention, alone=options.alone)
 
     with tempfile.TemporaryDirectory() as folder, called_by_all_trainers(loop):
         try:
@@ -235,7 +238,7 @@ def train_plain(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Na
         remove_unused_columns=False,
         assistant_only_loss=True,
         per_device_train_batch_size=options.batch_size,
-        train_sampling_strategy="sequential",
+        train_sampling_strategy="sequential",  # `trl_dataset` has put the rows in order
     )
     trainer = SFTTrainer(
         model,
@@ -262,8 +265,8 @@ class BareLoop(TrainerCallback):
         self.attention = attention
         self.alone = alone
         self.losses: list[float] = []
-        # The time at which training began. Then for each step the time at which the trainer ended its step, and the
-        # time at which the loop ended its own.
+        # The time at which training began. After it, two times for each step: when the trainer ended its step, and
+        # when the loop ended its step on the same batch.
         self.clock_readings: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -297,7 +300,8 @@ class BareLoop(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Take the loop's step. What the trainer does after this callback is timed as part of its next step."""
         self.read_clock()
-        if not self.alone:  # beside the loop, each step has a single batch
+        if not self.alone:
+            # The loop runs only on a CPU, where a step has a single batch. Steps are counted from 1.
             inputs = to_device(self.batches[state.global_step - 1], args.device)
             is_first_step = state.global_step == 1
             if is_first_step:
@@ -321,13 +325,15 @@ class BareLoop(TrainerCallback):
     def take_step(self, inputs: dict[str, Any]) -> None:
         """Take a step with the trainer's arithmetic.
 
-        The head computes supervised positions only, the loss is their mean, and gradients are clipped.
+        The head computes logits at supervised positions only, the loss is the mean over these positions, and gradients
+        are clipped.
         """
-        next_tokens = inputs.pop("labels")[:, 1:]  # [B, T - 1]
+        next_tokens = inputs.pop("labels")[:, 1:]  # [batch_size, length - 1]
         is_supervised = next_tokens != IGNORED
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.args.bf16):
-            states = self.model.model(**inputs, use_cache=False).last_hidden_state  # [B, T, D]
-            logits = self.model.lm_head(states[:, :-1][is_supervised])  # [supervised tokens, vocabulary]
+            states = self.model.model(**inputs, use_cache=False).last_hidden_state  # [batch_size, length, hidden_size]
+            supervised_states = states[:, :-1][is_supervised]  # the last position has no next token
+            logits = self.model.lm_head(supervised_states)  # [supervised tokens, vocabulary]
         loss = F.cross_entropy(logits.float(), next_tokens[is_supervised])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -336,7 +342,7 @@ class BareLoop(TrainerCallback):
         self.losses.append(loss.item())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Keep the trainer's mean loss and the peak of memory, before saving the model takes more memory."""
+        """Keep the trainer's mean loss and the peak of memory. Saving the model later may take more memory."""
         self.trainer_loss = state.log_history[-1]["train_loss"]
         self.peak_memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
@@ -348,7 +354,7 @@ class BareLoop(TrainerCallback):
 
     def timed_batches(self, steps: int) -> list[dict[str, Any]]:
         """The batches of all steps but the first."""
-        # A step has several batches if its rows don't fit into one packed row.
+        # Each step has the same number of batches, more than one if its rows don't fit into one packed row.
         batches_per_step = len(self.batches) // steps
         return self.batches[batches_per_step:]
 
@@ -376,7 +382,7 @@ def report_trainer(loop: BareLoop, steps: int) -> Report:
 
 
 def report_loop(loop: BareLoop, steps: int) -> Report:
-    """The bare loop's figures, and the trainer's compared with them."""
+    """The bare loop's figures, and the trainer's figures that are relative to the loop or to the peak."""
     step_seconds = loop.step_seconds()
     trainer_seconds = median(step_seconds[:, 0])
     bare_seconds = median(step_seconds[:, 1])
@@ -395,7 +401,7 @@ def report_loop(loop: BareLoop, steps: int) -> Report:
 
 
 def median(seconds: torch.Tensor) -> float:
-    """The median. Of an even number of values it is the mean of the middle two."""
+    """The median. For an even number of values, it is the mean of the two in the middle, unlike `torch.median`."""
     return seconds.quantile(0.5).item()
 
 

@@ -16,14 +16,14 @@ def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -
     """Convert rows from LLaVA's layout into messages and pictures, in the order in which our command takes the rows.
 
     Args:
-        rows: The rows.
-        image_folder: Folder of their pictures.
+        rows: Rows in LLaVA's layout.
+        image_folder: Folder of the pictures that the rows name.
         seed: The seed of the training, on which the order depends.
     """
     images = []
     messages = []
-    for number in random_order(len(rows), seed):
-        row = rows[number]
+    for index in random_order(len(rows), seed):
+        row = rows[index]
         row_images = []
         if row.get("image"):
             row_images.append(str(image_folder / row["image"]))
@@ -33,6 +33,6 @@ def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -
 
 
 def to_message(turn: dict[str, str]) -> dict[str, str]:
-    """Convert a turn into a chat message, without `<image>` in its text: TRL puts the picture before the text."""
+    """Convert a turn into a chat message. Its text lacks `<image>`: TRL itself puts the picture before the text."""
     text = turn["value"].replace("<image>\n", "")
     return {"role": ROLES[turn["from"]], "content": text}

@@ -1,7 +1,8 @@
-"""4-bit weights and LoRA for the language model only, not for the vision encoder, the projector and its norm.
+"""Quantizes the language model's linear layers to 4 bits and puts LoRA adapters on them, and on no other layers.
 
-Modules are named in full here. With a short name of a module to leave unquantized, transformers would quantize the
-module without a warning. With `target_modules="all-linear"`, PEFT would put adapters into the vision encoder too.
+Modules are named in full here. If a module that must not be quantized were given by a short name, such as
+"vision_tower", transformers would quantize it without a warning. With `target_modules="all-linear"`, PEFT would put
+adapters into the vision encoder too.
 """
 
 from typing import Any
@@ -26,7 +27,8 @@ def quantization_config(
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute_dtype,
-        # The modules that are left unquantized. This list replaces the default list, which names the head.
+        # The modules that are left unquantized. This list replaces transformers' default list, in which the head
+        # (`lm_head`) stands, so that the head has to be named here too.
         llm_int8_skip_modules=["model.vision_tower", "model.multi_modal_projector", "lm_head"],
     )
 
@@ -41,13 +43,14 @@ def add_adapters(
 ) -> PeftModel:
     """Put LoRA adapters on all linear layers of the decoder, and let PEFT train the projector in full.
 
-    If the model has key adapters, PEFT trains them in full too, and the `k_proj` layers beside them get no LoRA.
+    If the model has key adapters, PEFT trains them in full too, and the `k_proj` layers to which they are added get no
+    LoRA.
 
     Args:
         model: The model, which is changed in place.
         rank, alpha, dropout, options: Arguments of PEFT's `LoraConfig`.
-        revision: The revision of the model on the Hub. It is recorded, so that training/merge.py loads the same
-            weights.
+        revision: The revision of the model on the Hub. It is recorded in the adapters' config, so that
+            training/merge.py loads the same weights.
 
     Returns:
         The `PeftModel` around the model.
@@ -61,7 +64,8 @@ def add_adapters(
     trained_in_full = ["multi_modal_projector"]
 
     if isinstance(model, NormLlavaKeyAdapterForConditionalGeneration):
-        linear_names.discard("base")  # the original `k_proj`, to which the key adapter is added
+        # In a `k_proj` with a key adapter, the original linear layer has the name "base".
+        linear_names.discard("base")
         trained_in_full.append("key_adapter")
 
     any_linear_name = "|".join(sorted(linear_names))

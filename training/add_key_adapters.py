@@ -40,16 +40,17 @@ def add_key_adapters(
     """
     adapter_fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
     config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | adapter_fields)
-    config._attn_implementation = model.config._attn_implementation
+    config._attn_implementation = model.config._attn_implementation  # to_dict() leaves it out
 
     torch.manual_seed(seed)
-    parts = (model.model.vision_tower, model.model.language_model, model.lm_head)
-    adapted = NormLlavaKeyAdapterForConditionalGeneration(config, *parts)
+    adapted = NormLlavaKeyAdapterForConditionalGeneration(
+        config, model.model.vision_tower, model.model.language_model, model.lm_head
+    )
     adapted.model.multi_modal_projector = model.model.multi_modal_projector
     adapted.generation_config = model.generation_config
 
-    # The adapters need to know which tokens are image tokens. If a decoder doesn't pass this on to its layers, this
-    # forward pass raises the ValueError.
+    # A key adapter must be told which tokens are image tokens, and only the decoder can tell its layers. A forward
+    # pass on a single token tries this: it raises a ValueError if the decoder tells its layers nothing.
     with torch.no_grad():
         adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
     return adapted
@@ -73,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = parse(build_parser(), argv)
-    load_config(options.model)
+    load_config(options.model)  # raises a UserError if this is no NormLlava
     with errors_named_after(options.model):
         model = NormLlavaForConditionalGeneration.from_pretrained(options.model, dtype="auto")
         adapted = add_key_adapters(model, options.rank, options.alpha, options.dropout, options.seed)

@@ -2,9 +2,10 @@
 
 A contrastive loss (InfoNCE on cosines) trains the projector. It turns the image tokens of a picture towards the mean
 embedding of the picture's caption, and away from the other captions of the batch. Only directions are trained: the
-loss compares tokens at the text's norm, and the projector's norm layer is frozen. Without a norm layer, the projector
-is scaled afterwards so that image tokens have the norm that they had before. The language model does not run, so that
-training takes minutes. The paper (arXiv 2512.08374) has no such step; docs/compose.md names related work.
+loss first scales each image token to the mean norm of text embeddings, and the projector's norm layer is frozen. A
+projector without a norm layer is scaled afterwards so that image tokens have the norm that they had before. The
+language model does not run, so that training takes minutes. The paper (arXiv 2512.08374) has no such step;
+docs/compose.md names related work.
 """
 
 import math
@@ -25,18 +26,18 @@ from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-# The most pictures to train on. Their features are kept in memory, in float16: a picture with 36 tokens of width 384
-# takes 27 kB, and with SigLIP's 729 tokens of width 1,152 it takes 1.7 MB.
+# The most pictures to train on. What the vision encoder makes of them is kept in memory, in float16: a picture with
+# 36 tokens of width 384 takes 27 kB, and a picture with SigLIP's 729 tokens of width 1,152 takes 1.7 MB.
 MAX_PICTURES = 8192
 STEPS = 600
 WARMUP_STEPS = 20
 BATCH_SIZE = 256
 LEARNING_RATE = 1e-3
-# The loss has a term for the mean of a picture's tokens, and a term for each token. Each term divides its cosines by a
-# temperature.
+# The loss is a sum of two terms: one for the mean of a picture's image tokens, one for single image tokens. Each term
+# divides its cosines by a temperature of its own.
 PICTURE_TEMPERATURE = 0.05
 TOKEN_TEMPERATURE = 0.1
-# The weight of the tokens' term; the pictures' term has the weight 1.
+# The weight of the term for single tokens. The weight of the other term is 1.
 TOKEN_WEIGHT = 0.3
 # The number of pictures that the vision encoder takes at once.
 ENCODER_BATCH = 64
@@ -64,10 +65,10 @@ def align(
     unique_captions = list(dict.fromkeys(captions))
     id_by_caption = {caption: number for number, caption in enumerate(unique_captions)}
     caption_ids = torch.tensor([id_by_caption[caption] for caption in captions])  # [num_rows]
-    directions, mean = embed_captions(model, processor, unique_captions)
+    directions, vocabulary_mean = embed_captions(model, processor, unique_captions)
 
     projector = model.model.multi_modal_projector.float()
-    # The norm of image tokens before training, to which they are scaled back afterwards.
+    # The norm of image tokens before training. Without a norm layer, they are scaled back to it after training.
     some_features = features[:BATCH_SIZE].to(device).float()
     norm_before = mean_norm(projector, some_features)
 
@@ -77,11 +78,13 @@ def align(
 
     progress = tqdm(range(steps), desc="Aligning")
     for _ in progress:
-        batch_rows = torch.randint(len(features), (BATCH_SIZE,))
+        row_indices = torch.randint(len(features), (BATCH_SIZE,))
+        image_tokens = projector(features[row_indices].to(device).float())
+
         # The ids of the batch's captions without duplicates, and for each row the index of its caption among them.
-        batch_captions, targets = caption_ids[batch_rows].unique(return_inverse=True)
-        image_tokens = projector(features[batch_rows].to(device).float())
-        loss = contrastive_loss(image_tokens, mean, directions[batch_captions.to(device)], targets.to(device))
+        batch_caption_ids, targets = caption_ids[row_indices].unique(return_inverse=True)
+        batch_directions = directions[batch_caption_ids.to(device)]
+        loss = contrastive_loss(image_tokens, vocabulary_mean, batch_directions, targets.to(device))
 
         optimizer.zero_grad()
         loss.backward()
@@ -91,6 +94,7 @@ def align(
 
     if model.config.projector_norm == "none":
         scale = norm_before / mean_norm(projector, some_features)
+        # Without a norm layer, the projector ends with linear_2, so that its weight and its bias scale the output.
         for parameter in projector.linear_2.parameters():
             parameter.data *= scale
     model.config.projector_aligned = True
@@ -108,6 +112,7 @@ def encode_pictures(
     """
     batches: list[torch.Tensor] = []
 
+    # The hooks call this function at several places of the model.
     def keep_features(place: str, features: torch.Tensor) -> None:
         if place == "projector_input":
             batches.append(features.cpu().half())
@@ -155,13 +160,13 @@ def embed_captions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A direction for each caption, and the mean embedding of the vocabulary.
 
-    A caption's direction is the direction of a weighted sum of its tokens' embeddings, from each of which the
-    vocabulary's mean has been subtracted. The weights are inverse document frequencies: a token that most captions
-    have hardly counts, so that content words decide the direction.
+    First the vocabulary's mean embedding is subtracted from the embedding of each token of a caption. The caption's
+    direction is then the direction of a weighted sum of these differences. The weights are inverse document
+    frequencies: a token that most captions have hardly counts, so that content words decide the direction.
 
     Returns:
-        The directions with L2 norm 1, `(num_captions, hidden_size)`, and the vocabulary's mean divided by the
-        vocabulary's mean norm, `(hidden_size,)`.
+        The directions as vectors of L2 norm 1, `(num_captions, hidden_size)`, and the vocabulary's mean embedding in
+        units of the mean L2 norm of the vocabulary's embeddings, `(hidden_size,)`.
     """
     embed = model.get_input_embeddings()
     device = model.device
@@ -182,8 +187,8 @@ def embed_captions(
         embeddings = embed(torch.tensor(ids, device=device)).float()  # [num_tokens, hidden_size]
         directions.append(torch.tensor(weights, device=device) @ (embeddings - mean))
     unit_directions = nn.functional.normalize(torch.stack(directions), dim=-1)
-    vocabulary_norm = vocabulary.norm(dim=-1).mean()
-    return unit_directions, mean / vocabulary_norm
+    mean_of_norms = vocabulary.norm(dim=-1).mean()
+    return unit_directions, mean / mean_of_norms
 
 
 def contrastive_loss(
@@ -191,16 +196,17 @@ def contrastive_loss(
 ) -> torch.Tensor:
     """The InfoNCE loss of pictures and captions, on cosines.
 
-    It is a sum of two terms: one compares the mean of a picture's tokens with captions, the other each single token.
+    It is a sum of two terms: one compares the mean of a picture's tokens with the captions, the other compares each
+    single token with the captions.
 
     Args:
         image_tokens: `(num_pictures, num_patches, hidden_size)`.
-        mean: The vocabulary's mean from [`embed_captions`], `(hidden_size,)`.
+        mean: The vocabulary's mean embedding, in the units of [`embed_captions`], `(hidden_size,)`.
         directions: The directions of the batch's captions, `(num_captions, hidden_size)`.
-        targets: The number of each picture's caption in `directions`, `(num_pictures,)`.
+        targets: The index of each picture's caption in `directions`, `(num_pictures,)`.
     """
-    # As for captions, the vocabulary's mean is subtracted from tokens that have the norm of text. Both are divided by
-    # this norm here, so tokens get the L2 norm 1.
+    # The vocabulary's mean was subtracted from the captions' tokens, and so it is from image tokens. `mean` is in
+    # units of the norm of text. In these units the norm of text is 1, and image tokens are scaled to it.
     tokens = nn.functional.normalize(image_tokens, dim=-1) - mean
     pictures = tokens.mean(dim=1)  # [num_pictures, hidden_size]
 

@@ -1,8 +1,8 @@
 """Attention for packed rows, which computes each sample of a row by itself. Its name in transformers is "varlen".
 
-With "sdpa" or "eager", a packed row has a mask of sequence_length x sequence_length, and all of these products are
-computed, also those between tokens of different samples. "varlen" computes attention only within each sample. On a GPU
-it uses torch's kernel for samples of different lengths. Elsewhere it calls sdpa for one sample after the other.
+With "sdpa" or "eager", attention computes all sequence_length x sequence_length products of a packed row, and a mask
+then hides those between tokens of different samples. "varlen" computes attention only within each sample. On a GPU it
+uses torch's kernel for samples of different lengths. Elsewhere it calls sdpa for one sample after the other.
 """
 
 import logging
@@ -34,13 +34,14 @@ def varlen_mask(
     Where transformers finds positions that begin anew within a row, it calls this function with
     `allow_is_causal_skip=False`. Without an `attention_mask`, such a row is packed.
     """
-    has_samples = not allow_is_causal_skip
-    is_packed = has_samples and attention_mask is None and q_length == kv_length
+    positions_restart = not allow_is_causal_skip
+    has_no_cache = q_length == kv_length  # earlier keys in a cache would make kv_length larger
+    is_packed = positions_restart and attention_mask is None and has_no_cache
     if is_packed:
         return None
 
-    # sdpa leaves out the mask of rows without padding if it may. Here it must not, so that a missing mask always means
-    # a packed row.
+    # With `allow_is_causal_skip=True`, `sdpa_mask` would return `None` for rows without padding. Here `None` must
+    # always mean a packed row.
     return sdpa_mask(
         q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs
     )
@@ -62,12 +63,14 @@ def varlen_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of a packed row. For rows that are not packed it is sdpa's attention.
 
+    Shapes below are those of a packed row, which is a batch of its own.
+
     Args:
         module: The attention layer.
         query: `(1, num_heads, sequence_length, head_dim)`.
         key, value: `(1, num_key_value_heads, sequence_length, head_dim)`.
-        attention_mask: The mask from [`varlen_mask`]; `None` for a packed row with several samples. The mask of a
-            packed row with a single sample is not used.
+        attention_mask: The mask from [`varlen_mask`], which is `None` for a packed row with several samples. A packed
+            row with a single sample gets a mask, which is not used.
         dropout: The probability with which an attention weight is dropped.
         scaling: The factor of the products of queries and keys; 1/√head_dim by default.
         cu_seq_lens_q: The position at which each sample begins, and then the row's length, int32,
@@ -100,7 +103,7 @@ def varlen_attention_forward(
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
-    # The layers of some decoders don't pass their window on, since sdpa's mask contains it.
+    # The layers of some decoders don't pass their window on, since the window is part of the mask that sdpa gets.
     has_window = getattr(module.config, "sliding_window", None) is not None
     if has_window and "sliding_window" not in kwargs:
         raise UserError(
@@ -164,6 +167,7 @@ def attend_by_kernel(
     value = value[0].transpose(0, 1).contiguous()  # like key
 
     # The number of earlier tokens that a token sees. -1 means all earlier tokens of its sample.
+    # A token never sees a later token, since `window_size_right` is 0.
     window_size_left = -1 if sliding_window is None else sliding_window - 1
     output, *_ = torch.ops.aten._flash_attention_forward(
         query,
@@ -199,7 +203,7 @@ def attend_by_sample(
     """The output of [`varlen_attention_forward`], computed by sdpa of one sample after the other.
 
     Adjacent samples of the same length are computed in one call. This matters for a blank picture, each of whose
-    hundreds of tokens is a sample by itself (training/collator.py).
+    hundreds of tokens is a sample by itself. A batch without pictures gets one (training/collator.py).
     """
     if query.is_cuda:
         warn_of_sdpa(value.dtype, query.shape[-1], dropout)
@@ -238,10 +242,11 @@ def sliding_window_mask(length: int, sliding_window: int, device: torch.device) 
 
 @cache
 def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
-    """Warn that sdpa computes attention because the kernel can't. The cache keeps a warning from being repeated."""
+    """Warn that sdpa computes attention because the kernel can't. Through `cache`, each warning comes only once."""
     logger.warning(
-        'Attention "varlen": the GPU\'s kernel takes bfloat16 and float16, heads of up to 256 in steps of 8, and no '
-        "dropout. With %s, heads of %d and dropout %g, sdpa computes one sample after the other, which is slower.",
+        'Attention "varlen": the GPU\'s kernel takes bfloat16 and float16, head dimensions of up to 256 that are '
+        "multiples of 8, and no dropout. With %s, head dimension %d and dropout %g, sdpa computes one sample after "
+        "the other, which is slower.",
         dtype,
         head_dim,
         dropout,

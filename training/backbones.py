@@ -53,7 +53,9 @@ def read_config(path: str) -> Any:
     with errors_named_after(path):
         config = AutoConfig.from_pretrained(name)
     if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{path} is quantized: start from the weights before; load_in_4bit quantizes them to train.")
+        raise UserError(
+            f"{path} is quantized: start from the weights before quantization; load_in_4bit quantizes them."
+        )
     return config
 
 
@@ -65,10 +67,8 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """
     config = read_config(path)
     config = getattr(config, "vision_config", config)  # CLIP and SigLIP checkpoints have a config with two parts
-    has_fixed_size = True
-    for name in ENCODER_FIELDS:
-        if not isinstance(getattr(config, name, None), int):
-            has_fixed_size = False
+    values = [getattr(config, name, None) for name in ENCODER_FIELDS]
+    has_fixed_size = all(isinstance(value, int) for value in values)
     if type(config) not in MODEL_MAPPING or not has_fixed_size:
         raise UserError(
             f"{path}: {config.model_type!r} is no vision encoder for pictures of one fixed size. Of SigLIP2, take a "
@@ -132,8 +132,8 @@ def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bo
     """Change an image processor in place, so that it gives pictures of the encoder's size.
 
     Some need this: DINOv2's image processor on the Hub crops pictures to 224 pixels, although its encoder takes 518.
-    Every image processor gets a `crop_size`, which SigLIP's doesn't have, because LlavaProcessor counts tokens by
-    `crop_size`.
+    Every image processor gets a `crop_size`, even if it doesn't crop, as SigLIP's doesn't: LlavaProcessor computes the
+    number of image tokens from `crop_size`.
 
     Args:
         image_processor: The image processor of the encoder.
@@ -144,7 +144,7 @@ def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bo
     square = {"height": size, "width": size}
     crops_now = bool(getattr(image_processor, "do_center_crop", False))
     if crops_now and not keeps_crop:
-        image_processor.size = square
+        image_processor.size = square  # squashes a wide picture
     elif crops_now and image_processor.crop_size["height"] != size:
         image_processor.size = {"shortest_edge": size}  # the size before the crop
     image_processor.do_center_crop = crops_now and keeps_crop
@@ -156,8 +156,9 @@ def tiling_processor(image_processor: BaseImageProcessor, max_tiles: int) -> Got
 
     Args:
         image_processor: The image processor of the encoder, which gives pictures of the encoder's size.
-        max_tiles: The largest number of tiles of a grid.
+        max_tiles: The largest number of tiles of the grid into which a picture is cut.
     """
+    # This class of transformers calls tiles patches. `crop_size` is again there for LlavaProcessor's count of tokens.
     tile_size = image_processor.crop_size
     return GotOcr2ImageProcessorPil(
         size={"height": tile_size["height"], "width": tile_size["width"]},
@@ -185,11 +186,11 @@ def describe_shapes(image_processor: BaseImageProcessor) -> str:
 
 
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
-    """The number of a picture's patches, and of the tokens that the encoder adds to them, such as a CLS token."""
+    """The number of patches of a picture or tile, and of tokens that the encoder adds to them, such as a CLS token."""
     picture = Image.new("RGB", (64, 48))  # any size would do
     pixel_values = image_processor(picture, return_tensors="pt")["pixel_values"].to(vision_model.dtype)
     with torch.no_grad():
-        hidden_states = vision_model(pixel_values).last_hidden_state  # [1, num_tokens, hidden_size]
+        hidden_states = vision_model(pixel_values).last_hidden_state  # [num_tiles, num_tokens, hidden_size]
 
     num_tokens = hidden_states.shape[1]
     config = vision_model.config
@@ -199,9 +200,9 @@ def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProce
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
     """A token of the tokenizer that can stand for a picture. If there is none, `<image>` is added to the tokenizer."""
-    taken = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    used_tokens = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     for token in IMAGE_TOKEN_CANDIDATES:
-        if token in tokenizer.added_tokens_encoder and token not in taken:
+        if token in tokenizer.added_tokens_encoder and token not in used_tokens:
             return token
     tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)], special_tokens=True)
     return "<image>"

@@ -1,6 +1,6 @@
 """The output folder of a run: its lock, its checkpoints and its result.
 
-Checkpoints and the result are written in a separate folder, `.saving`, and moved to their place when they are
+Checkpoints and the result are written into a folder of their own, `.saving`, and moved to their place when they are
 complete. So a run that is killed while it writes leaves no half-written checkpoint.
 """
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"  # Trainer's file
 LOCK_FILE = ".lock"
 SAVING_FOLDER = ".saving"
-# The folder for later checkpoints than the one that a run was resumed from.
+# A run can be resumed from a checkpoint that isn't its newest. The later checkpoints are then moved into this folder.
 SUPERSEDED_FOLDER = "superseded"
 
 
@@ -51,7 +51,7 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
         try:
             # lockf, not flock: worker processes inherit a flock, and a worker that outlives the run would keep it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:  # the system decides which of the two
+        except (BlockingIOError, PermissionError) as error:  # which of the two it is depends on the system
             raise UserError(f"output_dir {output_dir} is in use by another run.") from error
         except OSError as error:  # some network file systems have no locks
             logger.warning("%s can't be locked (%s): start no other run in it.", output_dir, error)
@@ -108,7 +108,7 @@ def _find_newest_checkpoint(output_dir: Path) -> Path | None:
 
     if not _holds_run_or_model(output_dir):
         logger.warning("%s holds no checkpoint: the run starts from the beginning.", output_dir)
-    elif steps_done(output_dir) == 0:
+    elif steps_done(output_dir) == 0:  # the folder holds no result of a finished run
         raise UserError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
     return None
 
@@ -133,7 +133,7 @@ def is_complete(checkpoint: Path) -> bool:
     scheduler.
     """
     try:
-        Run.read(checkpoint)
+        Run.read(checkpoint)  # raises a UserError if the record is missing or incomplete
         num_steps = steps_done(checkpoint)
     except UserError:
         return False
@@ -180,7 +180,7 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
     """
     folders: list[Path] = []
     if resume is True:
-        folders = [*list_checkpoints(output_dir), output_dir]
+        folders = [*list_checkpoints(output_dir), output_dir]  # output_dir has the record of a finished run
     elif resume is not None:
         folders = [Path(str(resume))]
 
@@ -216,9 +216,9 @@ def move_superseded(output_dir: Path, checkpoint: Path) -> None:
 
 @contextmanager
 def open_saving_folder(output_dir: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """A block with an empty folder for all processes to write into. After the block, each waits for all others.
+    """A block with an empty folder, into which all processes write.
 
-    Every process must enter the block.
+    Every process must enter the block. At its end, each process waits for all others.
     """
     saving_folder = output_dir / SAVING_FOLDER
     if accelerator.is_main_process:
@@ -264,9 +264,10 @@ def _flush_to_disk(folder: Path) -> None:
 def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any, folder: Path) -> None:
     """Save the gathered weights of a model that FSDP2 shards, as a folder that `from_pretrained` loads."""
     # FSDP2 gives a model a class made at run time, which has no source file for `save_pretrained` to copy. So an
-    # empty model of the original class saves the weights. The original class is a base of the new one.
-    original_classes = [base for base in type(model).__mro__ if not issubclass(base, FSDPModule)]
-    model_class: Any = original_classes[0]
+    # empty model of the original class saves the weights. The original class is the first base of the new class that
+    # has nothing to do with FSDP2.
+    bases_without_fsdp = [base for base in type(model).__mro__ if not issubclass(base, FSDPModule)]
+    model_class: Any = bases_without_fsdp[0]
     with torch.device("meta"), no_init_weights():
         whole = model_class._from_config(model.config)
     whole.generation_config = model.generation_config

@@ -1,4 +1,7 @@
-"""Reads a run's fields from the recipe that `--config` names and from the command line, which wins over the recipe."""
+"""Reads a run's fields from a recipe, which `--config` names, and from the command line.
+
+If both give a field, the command line's value counts.
+"""
 
 import argparse
 import os
@@ -42,7 +45,7 @@ def build_parser() -> TrlParser:
 
 def build_recipe_parser() -> argparse.ArgumentParser:
     """The parser of `--config`, which is read before all other options."""
-    parser = argparse.ArgumentParser("training/sft.py", epilog=FIELDS_HELP, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="training/sft.py", epilog=FIELDS_HELP, allow_abbrev=False)
     parser.add_argument("--config", metavar="RECIPE", help="YAML file of a run's fields; options win over it")
     return parser
 
@@ -51,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     """The checked arguments of a run.
 
     Args:
-        argv: The words of the command line, by default this process's.
+        argv: The words of the command line, by default `sys.argv[1:]`.
 
     Raises:
         UserError: if the recipe can't be read, a field is unknown, or [`check_arguments`] refuses the arguments.
@@ -128,10 +131,11 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
         if not takes_type(name, type(list_or_mapping)):
             type_name = "list" if isinstance(list_or_mapping, list) else "mapping"
             raise UserError(f"--config {path}: {name} can't be a {type_name}, got {list_or_mapping!r}.")
-    # This returns the fields that the parser doesn't know, as options. The parser refuses them later.
+    # The parser takes these fields as defaults. Those that it doesn't know come back as options, so that it refuses
+    # them when it parses the options.
     options = parser.set_defaults_with_config(**lists_and_mappings)
 
-    # YAML reads a bare `no` as false. Fields such as eval_strategy have "no" among their choices.
+    # YAML reads `no` without quotes as false. For a field such as eval_strategy, "no" is meant: one of its choices.
     fields_with_no = [action.dest for action in parser._actions if "no" in (action.choices or ())]
     for name, value in recipe.items():
         if name in lists_and_mappings:
@@ -143,7 +147,10 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
 
 
 def takes_type(name: str, wanted_type: type) -> bool:
-    """Whether the field with this name may be a `list` or a `dict`, given as `wanted_type`. An unknown field may."""
+    """Whether a field may have values of `wanted_type`, which is `list` or `dict`.
+
+    It is true for the name of an unknown field, which is refused elsewhere.
+    """
     annotations = get_type_hints(RunArguments) | get_type_hints(TrainingConfig)
     if name not in annotations:
         return True

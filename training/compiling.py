@@ -19,8 +19,8 @@ def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
     eval mode, in which the layer doesn't run compiled.
 
     Args:
-        layers: The layers. Under FSDP2 they must be sharded already, because sharding replaces their class, by which
-            transformers decides whether to checkpoint them.
+        layers: The layers. Under FSDP2 they must be sharded already: sharding replaces their class, by which
+            transformers decides whether they use gradient checkpointing.
         backend: The backend for `torch.compile`.
     """
     # Under DDP, torch would split a layer's graph at the borders of DDP's buckets, which fails in older versions of

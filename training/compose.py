@@ -72,7 +72,7 @@ def compose(
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava from a vision encoder and a language model, with a new projector, and its processor.
 
-    Below, T is the L2 norm of text embeddings at the decoder's input.
+    Below, T is the mean L2 norm of text embeddings at the decoder's input.
 
     Args:
         vision_model_path, text_model_path: Folders or Hub ids of the parts.
@@ -91,7 +91,9 @@ def compose(
         UserError: if the parts or the arguments don't fit. The message names the field, weight or argument.
     """
     if scale_projector and projector_norm != "none":
-        raise UserError("scale_projector scales a projector without a norm; a norm's gain sets where it starts.")
+        raise UserError(
+            "scale_projector scales a projector without a norm: with one, its gains set the size of image tokens."
+        )
     require_fitting_tiles(max_tiles, center_crop)
     require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
 
@@ -111,15 +113,15 @@ def compose(
         image_processor = tiling_processor(image_processor, max_tiles)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
 
-    # Measure the norm that image tokens start at.
+    # If the norm layer's gains are aligned, measure the norm at which image tokens start.
     target = None
     if align_norm and projector_norm != "none":
-        # Embeddings of new tokens are added later, because they would change T.
+        # The embedding of a new token would change T, and so it is added only after this.
         target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
 
-    # Choose the image token. New tokens get random embeddings, the first random weights that are made here.
+    # Choose the image token. If it is a new token, it gets a random embedding, so random numbers are seeded here.
     torch.manual_seed(seed)
-    image_token = choose_image_token(tokenizer)  # this may add a token
+    image_token = choose_image_token(tokenizer)
     num_embeddings = text_model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_embeddings:
         text_model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)  # a size that GPUs are fast with
@@ -145,10 +147,11 @@ def compose(
     # Initialize the projector.
     projector = model.model.multi_modal_projector
     for linear in (projector.linear_1, projector.linear_2):
-        linear.reset_parameters()  # as in LLaVA; transformers' std of 0.02 would be too small in narrow models
+        # torch's initialization, as in LLaVA. transformers' std of 0.02 would be too small in narrow models.
+        linear.reset_parameters()
     projector.to(text_model.dtype)
 
-    # Check that the language model is unchanged, and make the processor.
+    # Check that the language model is unchanged, make the processor, and try both.
     require_unchanged_logits(model, text_model)
     model.generation_config = text_model.generation_config
     processor = make_processor(model, image_processor, tokenizer, image_token, num_additional)
@@ -209,7 +212,7 @@ def convert_llava(
     model.model.multi_modal_projector.linear_1 = llava.model.multi_modal_projector.linear_1
     model.model.multi_modal_projector.linear_2 = llava.model.multi_modal_projector.linear_2
 
-    # Make the processor.
+    # Make the processor, and try the model with it.
     model.generation_config = llava.generation_config
     processor = make_processor(model, image_processor, tokenizer, old_processor.image_token, num_additional)
     complete_generation(model, tokenizer)
@@ -257,7 +260,8 @@ def make_processor(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
-    # The processor counts a picture's image tokens by `patch_size`, and an image token stands for a square of patches.
+    # The processor counts image tokens as if each stood for one patch. It stands for a square of patches, so the
+    # processor gets the size of this square.
     patch_size = model.config.vision_config.patch_size * model.config.spatial_merge_size
     processor_class = NormLlavaProcessor if cuts_tiles(image_processor) else LlavaProcessor
     return processor_class(
@@ -305,13 +309,14 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
     picture = Image.new("RGB", (64, 48))  # width and height; any size would do
     inputs = processor(images=picture, text=f"{processor.image_token}\n", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    tiles = model.model.get_image_features(inputs["pixel_values"]).pooler_output
-    num_features = sum(len(features) for features in tiles)  # features of a tile: [num_features, hidden_size]
+    # For each tile, its features [num_features, hidden_size]. A picture that isn't cut is one tile.
+    features_by_tile = model.model.get_image_features(inputs["pixel_values"]).pooler_output
+    num_features = sum(len(features) for features in features_by_tile)
 
     num_written = int((inputs["input_ids"] == model.config.image_token_id).sum())
     # vLLM and training count image tokens by this method, which takes height and width.
     (num_counted,) = processor._get_num_multimodal_tokens(image_sizes=[(48, 64)]).num_image_tokens
-    num_expected = model.config.image_seq_length * len(tiles)
+    num_expected = model.config.image_seq_length * len(features_by_tile)
     counts_agree = num_written == num_counted == num_features == num_expected
     if not counts_agree:
         raise UserError(
@@ -331,6 +336,7 @@ def scale_to_text(model: NormLlavaForConditionalGeneration, processor: LlavaProc
     """Scale a projector without a norm layer, so that image tokens start at the norm of text."""
     norms = interface_norms(model, processor)
     scale = norms["text"] / norms["projector_output"]
+    # Without a norm layer, the projector ends with linear_2, so that its weight and its bias scale the output.
     for parameter in model.model.multi_modal_projector.linear_2.parameters():
         parameter *= scale
     model.config.projector_scaled = True
@@ -363,9 +369,9 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
 
 
 def describe_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
-    """The text that the command prints: a table of mean norms and their ratio to the text's norm, and settings."""
+    """The text that the command prints: a table of mean norms and their ratios to the text's norm, then settings."""
     norms = interface_norms(model, processor)
-    labels = {
+    labels = {  # by the keys of `norms`
         "text": "text embeddings (T)",
         "projector_input": "vision encoder output",
         "norm_input": "image tokens before the norm",
@@ -428,8 +434,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     gives_both_parts = options.vision_model is not None and options.text_model is not None
     gives_no_part = options.vision_model is None and options.text_model is None
     converts = options.llava_model is not None
-    gives_a_start = gives_no_part if converts else gives_both_parts
-    if not gives_a_start:
+    is_conversion = converts and gives_no_part
+    is_composition = not converts and gives_both_parts
+    if not (is_conversion or is_composition):
         parser.error("give either --vision_model and --text_model, or only --llava_model")
 
     if converts:

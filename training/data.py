@@ -82,7 +82,8 @@ def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
     depends on the seed alone, so that all epochs, processes and resumed starts have the same sample.
     """
     num_repeats = math.floor(entry.weight)
-    num_sampled = round((entry.weight - num_repeats) * len(rows))
+    sampled_fraction = entry.weight - num_repeats
+    num_sampled = round(sampled_fraction * len(rows))
     if num_repeats == 0 and num_sampled == 0:
         logger.warning("%s: %g of %d rows is less than one; one is taken", entry.path, entry.weight, len(rows))
         num_sampled = 1
@@ -112,7 +113,7 @@ def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTok
     if has_splits(path):
         split = str(run_args.dataset_test_split)
 
-    entry = SourceArguments(path, config_name, split, image_folder=run_args.eval_image_folder)
+    entry = SourceArguments(path=path, name=config_name, split=split, image_folder=run_args.eval_image_folder)
     return check_rows(run_args, args, tokenize, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
 
 
@@ -148,7 +149,7 @@ def check_rows(
     if args.process_index == 0:
         list_path = Path(args.output_dir, bad_rows_file)
     good_rows, fingerprint = keep_good_rows(rows, tokens, run_args.bad_rows, list_path)
-    return CheckedRows(len(rows), good_rows, fingerprint)
+    return CheckedRows(num_rows=len(rows), good_rows=good_rows, fingerprint=fingerprint)
 
 
 def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int) -> Source:
@@ -168,8 +169,9 @@ def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int
 
 def mixture_fingerprint(sources: list[Source]) -> str:
     """The fingerprint of all rows of a run, a hash of each source's fingerprint and weight."""
-    parts = [[source.fingerprint, float(source.weight)] for source in sources]  # with float, 1 is the same as 1.0
-    content = json.dumps(parts)
+    # JSON writes 1 and 1.0 differently, and both are the same weight.
+    fingerprints_and_weights = [[source.fingerprint, float(source.weight)] for source in sources]
+    content = json.dumps(fingerprints_and_weights)
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -2,8 +2,8 @@
 
 Only the paper's abstract was available. It names a multi-kernel MMD (maximum mean discrepancy) and a Gram reference,
 and all details are our choice. The losses are computed for each head, from keys before the rotary embedding, and after
-the key norm in families that have one, such as Qwen3. Visual keys are the keys of image tokens, which are told from
-text tokens as in the diagnostics.
+the key norm in families that have one, such as Qwen3. Visual keys are the keys of image tokens, which are
+distinguished from text tokens as in the diagnostics.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,8 @@ def mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         visual, text: Keys of at least two tokens, each `(num_heads, num_tokens, head_dim)`.
     """
     num_visual = visual.shape[1]
-    kernel = gaussian_kernels(torch.cat([visual, text], dim=1))  # [num_heads, num_tokens, num_tokens]
+    both = torch.cat([visual, text], dim=1)  # [num_heads, num_visual + num_text, head_dim]
+    kernel = gaussian_kernels(both)  # [num_heads, num_visual + num_text, num_visual + num_text]
     within_visual = mean_over_pairs(kernel[:, :num_visual, :num_visual])
     within_text = mean_over_pairs(kernel[:, num_visual:, num_visual:])
     across = kernel[:, :num_visual, num_visual:].mean((1, 2))
@@ -122,7 +123,7 @@ class KeyAlignment:
 
     Args:
         model: A model with key adapters and LoRA adapters, without the `PeftModel` around it.
-        processor: The model's processor, which tells the special tokens.
+        processor: The model's processor, from which the ids of special tokens are read.
         mmd_weight, gram_weight: The weights of the two losses.
 
     Raises:
@@ -140,10 +141,10 @@ class KeyAlignment:
         self._mmd_weight = mmd_weight
         self._gram_weight = gram_weight
         self._ids = token_ids(model, processor)
-        # The sums over passes of the MMD² and of the Gram distance, and then the number of passes.
+        # The sum of the MMD² over passes, the sum of the Gram distance over passes, and the number of passes.
         self._sums = torch.zeros(3, dtype=torch.float64)
 
-        # The types of all tokens of the current forward pass; `None` while the hooks shall record nothing.
+        # The types of all tokens of the current forward pass; `None` while the hooks must record nothing.
         self._tokens: Tokens | None = None
         # The positions of the drawn tokens in the flattened batch, `(num_drawn,)`; image tokens come first.
         self._positions = torch.empty(0)
@@ -180,8 +181,10 @@ class KeyAlignment:
 
     @torch.no_grad()
     def _record_norms(self, layer: nn.Module, args: Any, output: Any) -> None:
+        # Nothing is recorded in eval mode. Nor is it in the backward pass, after `penalty`, when gradient
+        # checkpointing runs the layers once more.
         if self._tokens is None:
-            return  # gradient checkpointing runs the layers once more after `penalty`, in the backward pass
+            return
         hidden_states = output if isinstance(output, torch.Tensor) else output[0]
         drawn_states = hidden_states.flatten(0, 1)[self._positions]  # [num_drawn, hidden_size]
         self._norms.append(drawn_states.float().norm(dim=-1))
@@ -192,7 +195,7 @@ class KeyAlignment:
 
         @torch.no_grad()
         def record_reference(projection: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
-            if self._tokens is None or not self._gram_weight:
+            if self._tokens is None or self._gram_weight == 0:
                 return
             hidden_states = args[0].flatten(0, 1)[self._positions]  # [num_drawn, hidden_size]
             keys = projection.base(hidden_states)  # by the frozen k_proj, [num_drawn, num_heads * head_dim]
@@ -204,7 +207,8 @@ class KeyAlignment:
             self._references[number] = split_heads(keys, attention.head_dim)
 
         def record_keys(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            # The drawn tokens aren't selected here, because gradient checkpointing would have to repeat the selection.
+            # A pass without gradients has no penalty, so its keys aren't kept. Of other passes all keys are kept,
+            # because gradient checkpointing would have to repeat a selection of the drawn tokens.
             if self._tokens is not None and torch.is_grad_enabled():
                 self._keys[number] = output
 
@@ -218,7 +222,7 @@ class KeyAlignment:
         self._tokens = None
         if tokens is None:
             return torch.zeros(())
-        visual, text = self._without_sinks()
+        visual, text = self._indices_without_sinks()
         if len(visual) < 2 or len(text) < 2:
             return torch.zeros(())
 
@@ -243,11 +247,12 @@ class KeyAlignment:
         mean_mmd, mean_gram = mean_losses
         return mean_mmd * self._mmd_weight + mean_gram * self._gram_weight
 
-    def _without_sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _indices_without_sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices of image tokens and of text tokens among the drawn tokens, without sinks."""
         is_visual = torch.arange(len(self._positions)) < self._num_visual
         drawn = Tokens(visual=is_visual, text=~is_visual, excluded={})
-        # `find_sinks` ignores its first row, the norms of the decoder's input. The first layer's norms fill that row.
+        # `find_sinks` expects the norms of the decoder's input in the first row, and ignores them. They aren't
+        # recorded, so the first layer's norms fill that row.
         norms = torch.stack([self._norms[0], *self._norms]).cpu()  # [num_layers + 1, num_drawn]
         is_sink = find_sinks(norms, drawn)
 
@@ -263,11 +268,11 @@ class KeyAlignment:
         `visual` and `text` are the indices of image tokens and of text tokens in `keys` and `reference`.
         """
         mmd_loss = keys.new_zeros(())
-        if self._mmd_weight:
+        if self._mmd_weight != 0:
             mmd_loss = mmd(keys[:, visual], keys[:, text])
 
         gram_loss = keys.new_zeros(())
-        if reference is not None:
+        if reference is not None:  # keys are recorded as references only if the Gram distance has a weight
             reference = reference.to(keys.dtype)
             visual_distance = gram_distance(keys[:, visual], reference[:, visual])
             text_distance = gram_distance(keys[:, text], reference[:, text])
@@ -286,9 +291,9 @@ class KeyAlignment:
         self._sums = torch.zeros_like(self._sums)
 
         means = {}
-        if num_passes and self._mmd_weight:
+        if num_passes > 0 and self._mmd_weight != 0:
             means["key_mmd"] = mmd_sum / num_passes
-        if num_passes and self._gram_weight:
+        if num_passes > 0 and self._gram_weight != 0:
             means["key_gram"] = gram_sum / num_passes
         return means
 
@@ -310,7 +315,7 @@ def draw_positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def split_heads(keys: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Keys of n tokens by head.
+    """Split the keys of n tokens by head.
 
     Args:
         keys: `(n, num_heads * head_dim)` or `(n, num_heads, head_dim)`.

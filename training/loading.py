@@ -72,7 +72,8 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     with errors_named_after(name):
         model = model_class.from_pretrained(name, revision=run_args.model_revision, **options)
 
-    # torch doesn't train the embedding of `padding_idx`, but the padding token may also be the token that ends turns.
+    # torch doesn't train the embedding of `padding_idx`. But the padding token may also be the token that ends turns,
+    # and its embedding has to be trained.
     model.get_input_embeddings().padding_idx = None
     for module in model.modules():
         # On a CPU bitsandbytes would rewrite 4-bit weights at the first pass in eval mode, and round their scales.

@@ -40,11 +40,11 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     with errors_named_after(adapter):
         peft_config: Any = PeftConfig.from_pretrained(str(adapter))
 
-    name = peft_config.base_model_name_or_path if base is None else base
+    base_name = peft_config.base_model_name_or_path if base is None else base
     revision = peft_config.revision
-    config = load_config(name, revision)
-    with errors_named_after(name):
-        model = AutoModelForImageTextToText.from_pretrained(name, revision=revision, dtype=torch.float32)
+    config = load_config(base_name, revision)
+    with errors_named_after(base_name):
+        model = AutoModelForImageTextToText.from_pretrained(base_name, revision=revision, dtype=torch.float32)
     with errors_named_after(adapter):
         adapted = PeftModel.from_pretrained(model, str(adapter))
     check_weights(adapter, adapted)

@@ -34,15 +34,15 @@ class LearningRates:
     vision: float
     """Rate of the vision encoder, which only `Stage.INSTRUCT` trains."""
     norm: float
-    """Rate of the projector's norm. It must be low, because the norm's gains can be as small as 0.0134 to 0.02: an
-    AdamW step at a rate of 1e-3 would change them by 5 to 7%."""
+    """Rate of the projector's norm. It must be low, because the norm's gains can be as small as 0.0134: an AdamW step
+    at a rate of 1e-3 would change such a gain by 7%."""
     projector: float | None = None
     """Rate of the projector, by default `common`. A projector that was aligned (training/align.py) needs far less."""
 
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """A module of the model that is trained or frozen as a whole."""
+    """The parameters of a module of the model, which a stage trains or freezes together."""
 
     name: str
     parameters: dict[str, nn.Parameter]
@@ -55,8 +55,8 @@ class ModuleGroup:
 UNREAD_VISION = "vision_tower, not read"
 # The name of the group of modules that PEFT has copied. PEFT trains the copies, and keeps these originals untrained.
 PEFT_ORIGINALS = "originals, kept by PEFT"
-# The groups of adapters in the language model: the part of a name by which a parameter belongs to a group, and the
-# group's name.
+# The names of the groups of adapters in the language model. A parameter whose own name contains a key of this mapping
+# belongs to the group that the key's value names.
 ADAPTERS = {".lora_": "language_model.lora", ".key_adapter.": "language_model.key_adapter"}
 
 
@@ -84,7 +84,8 @@ def prepare_stage(
         groups[module_name] = ModuleGroup(module_name, {}, rate)
 
     unread = unread_parameters(model)
-    for name, parameter in model.named_parameters():  # a tied head appears only as the embedding
+    # A head that is tied to the embedding has no parameter of its own here.
+    for name, parameter in model.named_parameters():
         group = groups[module_of(name, unread)]
         group.parameters[name] = parameter
         if not parameter.is_floating_point():
@@ -119,7 +120,7 @@ def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
         PEFT_ORIGINALS,
         "lm_head",
     )
-    learning_rates: dict[str, float | None] = dict.fromkeys(module_names)  # all frozen
+    learning_rates: dict[str, float | None] = dict.fromkeys(module_names)  # `None` for each: all are frozen
 
     learning_rates["multi_modal_projector"] = rates.common if rates.projector is None else rates.projector
     learning_rates["multi_modal_projector.norm"] = rates.norm
@@ -160,8 +161,8 @@ def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     They belong to the layers after the layer that is read, to the last norm, and to a pooling head. They must not be
     trained, since DDP fails on a trained parameter without a gradient.
 
-    Encoders name and order their layers differently. Therefore a copy of the encoder without data computes features
-    and their gradients. The parameters without a gradient are those that we look for.
+    Encoders name and order their layers differently. Therefore a copy of the encoder on the meta device, without data,
+    computes features and their gradients. The parameters without a gradient are those that we look for.
     """
     config = model.config.vision_config
     with torch.device("meta"):

@@ -64,7 +64,8 @@ class StreamBatches(IterableDataset):
     next_reader: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.places = [None] * max(self.args.dataloader_num_workers, 1)
+        num_readers = max(self.args.dataloader_num_workers, 1)  # without workers, the process itself reads
+        self.places = [None] * num_readers
 
     def loader(self) -> DataLoader:
         """A data loader of the batches. If it has workers, they read ahead."""
@@ -85,7 +86,7 @@ class StreamBatches(IterableDataset):
         for row in self.good_rows(share):
             batch.append(row)
             if len(batch) == self.args.per_device_train_batch_size:
-                # What `record_trained` is given when the batch has been trained on.
+                # `record_trained` gets this when the batch has been trained on.
                 place = {"reader": reader, "rows": share.state_dict()}
                 yield {**self.collate(batch), PLACE: place}
                 batch = []
@@ -163,6 +164,7 @@ class StreamBatches(IterableDataset):
                 processes or workers.
         """
         states = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
+        # A file from another version of this code may have no `places`.
         readers_before = [len(state.get("places", [])) for state in states]
         readers_now = [len(self.places)] * self.args.world_size
         if readers_before != readers_now:

@@ -46,8 +46,8 @@ def run_all(args: argparse.Namespace) -> None:
     for part in args.parts:
         part_started = time.monotonic()
         seconds_left = args.seconds - (part_started - started)
-        limit = float("inf") if args.cpu else LIMITS[part]
-        finish_part(part, args, min(limit, seconds_left))
+        seconds_of_part = float("inf") if args.cpu else LIMITS[part]
+        finish_part(part, args, seconds=min(seconds_of_part, seconds_left))
 
         ended = time.monotonic()
         say(f"{part}: {ended - part_started:.0f} s, {ended - started:.0f} s in all")
@@ -72,7 +72,8 @@ def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
 
         wrote_lines = count_lines(args.results) > lines_before
         if first_arm_died and not wrote_lines:
-            # With `first_arm_died` a process begins by writing a line. It failed even before that, as would the next.
+            # With `first_arm_died`, a process begins by writing a line for the arm that died. This process failed even
+            # before that, and so would the next one.
             say(f"{part} failed.")
             return
         # Without a new line, the process died while it measured the first missing arm.
@@ -110,7 +111,7 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_arm_died
 
         environment = {
             **os.environ,
-            "OMP_WAIT_POLICY": "passive",  # torch reads it when it is loaded
+            "OMP_WAIT_POLICY": "passive",  # torch reads this variable only while it is loaded
             "TOKENIZERS_PARALLELISM": "false",
             "HF_DATASETS_CACHE": f"{folder}/datasets",
             "HF_HUB_OFFLINE": "1",
@@ -142,7 +143,7 @@ def say(text: str) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, help="file that lines of results are added to")
     parser.add_argument(

@@ -36,9 +36,9 @@ CASES = {
 }
 # Lengths of packed rows at which the first call is measured: 8152, 8112, ..., 7712 tokens.
 NEW_LENGTHS = [8192 - 40 * number for number in range(1, 13)]
-# The kinds of attention that are measured in both cases, and whether each may use cuDNN.
+# The kinds of attention that are measured in both `CASES`, and whether each may use cuDNN.
 MEASURED_IN_CASES = [("varlen", False), ("sdpa, masked", True), ("sdpa, masked", False)]
-# The same for the first calls at new lengths.
+# The kinds of attention whose first call at new lengths is measured, and whether each may use cuDNN.
 MEASURED_AT_NEW_LENGTHS = [
     ("sdpa, masked", True),
     ("sdpa, masked", False),
@@ -68,12 +68,12 @@ def arms(device: torch.device) -> list[Arm]:
 
     all_arms = []
     for case, full_lengths in CASES.items():
-        lengths = [max(length // shrink, 2) for length in full_lengths]
+        lengths = [max(length // shrink, 2) for length in full_lengths]  # a short sample would shrink to 0 tokens
         for kind, cudnn in MEASURED_IN_CASES:
             measure = partial(measure_case, kind, cudnn=cudnn, lengths=lengths, repeats=repeats, device=device)
             settings = {"lengths": lengths, "repeats": repeats, "cudnn": cudnn}
-            beside = None if kind == "varlen" else f"{case}: varlen"
-            all_arms.append(Arm(arm_name(case, kind, cudnn), measure, settings, beside))
+            compared_with = None if kind == "varlen" else f"{case}: varlen"
+            all_arms.append(Arm(arm_name(case, kind, cudnn), measure, settings, compared_with))
 
     new_lengths = [length // shrink for length in NEW_LENGTHS]
     for kind, cudnn in MEASURED_AT_NEW_LENGTHS:
@@ -112,7 +112,7 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
     expected = forward_and_backward(reference, exact_states, grad_output.float())
     for name, actual_tensor, exact_tensor in zip(("output", "query", "key", "value"), computed, expected, strict=True):
         error = (actual_tensor.float() - exact_tensor).norm() / exact_tensor.norm()
-        figures[f"{name}_relative_error"] = error.item()
+        figures[f"{name}_relative_error"] = error.item()  # of the output, or of the gradient of query, key or value
     return figures
 
 

@@ -1,7 +1,7 @@
 """A loop of plain PyTorch with compiled layers, on the model and the batches of our trainer.
 
 All batches are on the device before the loop begins, and the loop does nothing but train. So its speed is an upper
-bound of our trainer's.
+bound of our trainer's speed.
 """
 
 from itertools import islice
@@ -42,7 +42,8 @@ class BareLoop(StepRecorder):
         losses = []
         for start in range(0, num_batches, passes_per_step):
             step_batches = batches[start : start + passes_per_step]
-            losses.append(self.compute_gradients(base, step_batches, args))
+            step_loss = self.compute_gradients(base, step_batches, args)
+            losses.append(step_loss)
             torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -50,10 +51,10 @@ class BareLoop(StepRecorder):
 
         loss = torch.stack(losses).mean().item()
         self.figures = {"loss": loss, **self.summary()}
-        raise TrainingMeasured
+        raise TrainingMeasured  # ends the training before the trainer takes a step
 
     def compute_gradients(self, base: Any, batches: list[dict[str, Any]], args: Any) -> torch.Tensor:
-        """Do the forward and backward passes of a step. Returns the mean loss of its supervised tokens."""
+        """Do the forward and backward passes of a step. Returns the mean loss of the step's supervised tokens."""
         # For each batch: the positions whose next token is supervised, and these next tokens.
         targets = [supervised_tokens(batch["labels"]) for batch in batches]
         num_supervised = sum(len(next_tokens) for _, next_tokens in targets)
@@ -63,7 +64,7 @@ class BareLoop(StepRecorder):
             self.record_pass(batch)
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
-                states = base.model(**inputs, use_cache=False).last_hidden_state  # [B, T, D]
+                states = base.model(**inputs, use_cache=False).last_hidden_state  # [batch_size, length, hidden_size]
                 logits = base.lm_head(states.flatten(0, 1)[positions])  # [supervised tokens, vocabulary]
 
             # Summed over the step's batches, this is the mean loss of all supervised tokens.

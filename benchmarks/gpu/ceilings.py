@@ -21,7 +21,7 @@ COPIED_BYTES = 4 * 2**30
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """The arms of the products, then that of the copy. On a CPU, matrices and copy are small."""
+    """The arms of the products, then the arm of the copy. On a CPU, the matrices and the copied memory are small."""
     on_gpu = device.type == "cuda"
     shrink = 1 if on_gpu else 64
     repeats = 30 if on_gpu else 2
@@ -56,6 +56,7 @@ def time_product(shape: list[int], repeats: int, device: torch.device) -> Figure
         stopwatch.mark()
 
     seconds = stopwatch.seconds()
+    # `median_high` takes the slower of the two middle times, so that the speed was really measured.
     flops = 2 * rows * inner * columns
     return {
         "best_tflops": flops / min(seconds) / 1e12,

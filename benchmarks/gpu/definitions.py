@@ -11,14 +11,15 @@ second time doesn't count, and neither does padding. They are the sum of two kin
   for the gradient of its input, 2N for the gradient of the matrix), 4N if it is frozen and gradients pass through it,
   and 2N if no gradients pass.
 - Attention. For a sample of L tokens, a layer whose query has H numbers for each token (number of heads times head
-  size) takes 2 L² H FLOPs forward in the decoder, which is causal, and 4 L² H in the encoder. If gradients pass, it
-  takes three times as many.
+  size) takes 2 L² H FLOPs forward in the decoder, which is causal, and 4 L² H in the encoder. With a
+  backward pass, it takes three times as many.
 
-In the encoder, only the layers count whose output the model uses, for every patch and the CLS token. The language
+In the encoder, only the layers whose output the model uses count, for every patch and for the CLS token. The language
 model's head counts for supervised tokens only.
 
-**Shares** are model FLOPs over those that the device could have done in the same time. One share is of 989 TFLOP/s,
-the peak of an H100 and an H200 in bfloat16, the other of the fastest matrix product measured on the same device.
+**Shares** are model FLOPs over the FLOPs that the device could have done in the same time. There are two: one takes
+the device's peak, 989 TFLOP/s for an H100 and an H200 in bfloat16, the other the speed of the fastest matrix product
+that was measured on the same device.
 
 **The layers' time** is the time from the input of the decoder's first layer to its last norm, and in the backward pass
 from this norm to that input. It includes masks, rotary embeddings, and what gradient checkpointing computes again. Its
@@ -72,13 +73,13 @@ def model_flops(trained: Any, work: Work) -> Flops:
     num_positions = encoder_positions(model)
     encoder_is_trained = any(parameter.requires_grad for parameter in encoder.parameters())
 
-    # The FLOPs of one picture.
+    # The FLOPs of one picture: `encoding` in the vision encoder, and `projecting` in the projector.
     unread = unread_weights(model)
     encoding = weight_flops(encoder, gradients_pass=encoder_is_trained, unread=unread) * num_positions
     encoding += encoder_attention_flops(model, encoder_is_trained)
     projecting = weight_flops(model.model.multi_modal_projector, gradients_pass=True) * model.config.image_seq_length
 
-    # The FLOPs of all samples.
+    # The FLOPs of all samples: `decoding` in the decoder's layers, and `scoring` in the language model's head.
     layers = model.model.language_model.layers
     decoding = weight_flops(layers, gradients_pass=True) * work.num_tokens
     decoding += len(layers) * decoder_attention_flops(model, work.lengths)
@@ -100,9 +101,9 @@ def weight_flops(module: nn.Module, gradients_pass: bool, unread: frozenset[int]
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Linear | nn.Conv2d):
             continue
-        # Where PEFT trains a module in full, it keeps the weights from before as `original_module`, unused.
-        is_unused_copy = "original_module" in name.split(".")
-        if is_unused_copy or id(layer.weight) in unread:
+        # Where PEFT trains a module in full, it trains a copy, and keeps the original, unused, as `original_module`.
+        is_unused_original = "original_module" in name.split(".")
+        if is_unused_original or id(layer.weight) in unread:
             continue
 
         if layer.weight.requires_grad:
@@ -118,7 +119,7 @@ def weight_flops(module: nn.Module, gradients_pass: bool, unread: frozenset[int]
 def num_weights(layer: nn.Linear | nn.Conv2d) -> int:
     """The number of weights in a layer's matrix."""
     if isinstance(layer, nn.Linear):
-        # Of 4-bit weights, `weight.numel()` is half of this: an element holds two.
+        # For 4-bit weights, `weight.numel()` is half of this number, as an element holds two weights.
         return layer.in_features * layer.out_features
     return layer.weight.numel()
 

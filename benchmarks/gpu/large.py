@@ -27,19 +27,19 @@ COMPILED_WARMUP = 3
 
 def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
     """Stage 1 and LoRA with all layers, the most important arms first."""
-    place = make_workplace(device, folder, num_layers=28)
+    workplace = make_workplace(device, folder, num_layers=28)
 
     varlen = packed_training(device, "adapt")
     compiled = with_compiled_layers(varlen)
-    # With torch's own choice of attention kernels, which may be cuDNN's.
-    by_mask = replace(varlen, attention="sdpa", cudnn=True)
+    # Here torch chooses the kernel of attention, and it may choose cuDNN's.
+    packed_by_mask = replace(varlen, attention="sdpa", cudnn=True)
     if device.type == "cuda":
-        by_mask = replace(by_mask, steps=by_mask.warmup + SLOW_MEASURED_STEPS)
+        packed_by_mask = replace(packed_by_mask, steps=packed_by_mask.warmup + SLOW_MEASURED_STEPS)
     padded = replace(varlen, packed_length=None, attention="sdpa")
     trl = replace(padded, trainer="TRL")
     bare = replace(compiled, trainer="bare")
 
-    # The name of an arm, its training, and the name of the arm that it is compared with.
+    # Each tuple has the name of an arm, its training, and the name of the arm that it is compared with.
     named_trainings = [
         ("LoRA: packed, varlen", varlen, "LoRA: packed by sdpa's mask"),
         ("LoRA: packed, varlen, compiled", compiled, "LoRA: packed, varlen"),
@@ -47,29 +47,31 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
         ("LoRA: bare loop, compiled", bare, "LoRA: packed, varlen, compiled"),
         ("stage 1: packed, varlen", replace(varlen, stage="align"), "stage 1: packed by sdpa's mask"),
         ("stage 1: packed, varlen, compiled", replace(compiled, stage="align"), "stage 1: packed, varlen"),
-        ("LoRA: packed by sdpa's mask", by_mask, "LoRA: TRL, padded"),
-        ("stage 1: packed by sdpa's mask", replace(by_mask, stage="align"), None),
+        ("LoRA: packed by sdpa's mask", packed_by_mask, "LoRA: TRL, padded"),
+        ("stage 1: packed by sdpa's mask", replace(packed_by_mask, stage="align"), None),
         ("LoRA: ours, padded", padded, "LoRA: TRL, padded"),
     ]
-    return [training_arm(name, training, place, beside) for name, training, beside in named_trainings]
+    return [
+        training_arm(name, training, workplace, compared_with) for name, training, compared_with in named_trainings
+    ]
 
 
 def full_arms(device: torch.device, folder: Path) -> list[Arm]:
     """Stage 2 in full, with 8-bit Adam and 14 layers. With 28 layers it doesn't fit on a card of 80 GB."""
-    place = make_workplace(device, folder, num_layers=14)
+    workplace = make_workplace(device, folder, num_layers=14)
     varlen = replace(packed_training(device, "instruct"), optimizer="adamw_bnb_8bit")
     compiled = with_compiled_layers(varlen)
 
     name = "full, 14 layers: packed, varlen"
     return [
-        training_arm(name, varlen, place),
-        training_arm(f"{name}, compiled", compiled, place, beside=name),
+        training_arm(name, varlen, workplace),
+        training_arm(f"{name}, compiled", compiled, workplace, compared_with=name),
     ]
 
 
 def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
     """QLoRA as in the recipe qlora.yaml, in packed rows of up to 4096 tokens, to see that it fits into memory."""
-    place = make_workplace(device, folder, num_layers=28)
+    workplace = make_workplace(device, folder, num_layers=28)
     varlen = replace(
         packed_training(device, "adapt"),
         packed_length=4096,
@@ -82,8 +84,8 @@ def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
     # With 4-bit weights compiling takes minutes, so the compiled arm comes last.
     name = "QLoRA: packed 4096, varlen"
     return [
-        training_arm(name, varlen, place),
-        training_arm(f"{name}, compiled", compiled, place, beside=name),
+        training_arm(name, varlen, workplace),
+        training_arm(f"{name}, compiled", compiled, workplace, compared_with=name),
     ]
 
 
@@ -115,7 +117,7 @@ def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workp
     """Write the rows, the config and the processor that all arms read. Returns where they are, and the sizes."""
     on_gpu = device.type == "cuda"
     config = large_config(tiny=not on_gpu, num_layers=num_layers)
-    place = Workplace(
+    workplace = Workplace(
         folder=folder,
         config=config,
         device=device,
@@ -125,7 +127,7 @@ def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workp
         compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")
-    num_rows = (COMPILED_WARMUP + MEASURED_STEPS) * place.rows_per_step
+    num_rows = (COMPILED_WARMUP + MEASURED_STEPS) * workplace.rows_per_step
     lengths = LLAVA_LIKE if on_gpu else TINY
     write_rows(folder, num_rows, config.vision_config.image_size, lengths)
-    return place
+    return workplace

@@ -116,7 +116,7 @@ def llava_config(
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes and `SPECIAL_TOKENS`. So an ASCII text has as many tokens as characters."""
+    """A tokenizer whose tokens are bytes and `SPECIAL_TOKENS`. So an ASCII text has a token for each character."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -128,7 +128,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=SPECIAL_TOKENS,
-        padding_side="left",
+        padding_side="left",  # as in composed models
     )
 
 
@@ -193,15 +193,15 @@ def quantize(model: NormLlavaForConditionalGeneration, quantization: BitsAndByte
     import bitsandbytes
 
     quantizer = AutoHfQuantizer.from_config(quantization)
-    # This replaces the layers. The weights of the new layers hold their options, such as the 4-bit type, but no data.
+    # This replaces the layers. The new layers' weights have options, such as the 4-bit type, but no data.
     quantizer.preprocess_model(model, device_map={"": device})
     for layer in model.modules():
         if not isinstance(layer, bitsandbytes.nn.Linear4bit):
             continue
         weight = 0.02 * torch.randn(layer.out_features, layer.in_features, device=device, dtype=model.dtype)
         weight_options = layer.weight.__dict__
-        quantized: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **weight_options)
-        layer.weight = quantized.to(device)  # is quantized as it moves to the device
+        unquantized: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **weight_options)
+        layer.weight = unquantized.to(device)  # bitsandbytes quantizes weights when they move to the device
         if layer.bias is not None:
             layer.bias = nn.Parameter(torch.zeros(layer.out_features, device=device, dtype=model.dtype))
     quantizer.postprocess_model(model)

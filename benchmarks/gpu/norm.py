@@ -1,4 +1,4 @@
-"""Compares a LayerNorm with global weight compensation (GWC) with `nn.LayerNorm`: its time, and its errors.
+"""Compares GWC, a LayerNorm with global weight compensation, and `nn.LayerNorm` in time and in errors.
 
     python -m benchmarks.gpu.norm --output benchmarks/results/norm_cpu.json
 
@@ -43,7 +43,7 @@ KINDS: dict[str, type[nn.LayerNorm]] = {
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """The arms of each kind of norm, on float32 inputs, then on bfloat16 inputs under autocast, as in training."""
+    """The arms of both kinds of norm: on float32 inputs, then on bfloat16 inputs under autocast, as in training."""
     on_gpu = device.type == "cuda"
     num_tokens = NUM_TOKENS_ON_GPU if on_gpu else 64
     passes = 200 if on_gpu else 3
@@ -53,8 +53,8 @@ def arms(device: torch.device) -> list[Arm]:
         settings = {"shape": [num_tokens, HIDDEN_SIZE], "dtype": dtype_name, "queued_passes": passes}
         for name in KINDS:
             measure = partial(measure_norm, name, dtype, num_tokens=num_tokens, passes=passes, device=device)
-            beside = None if name == "LayerNorm" else f"LayerNorm, {dtype_name}"
-            all_arms.append(Arm(f"{name}, {dtype_name}", measure, settings, beside))
+            compared_with = None if name == "LayerNorm" else f"LayerNorm, {dtype_name}"
+            all_arms.append(Arm(f"{name}, {dtype_name}", measure, settings, compared_with))
     return all_arms
 
 
@@ -76,6 +76,7 @@ def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, de
     with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
         grad_output = torch.randn_like(norm(inputs))
         time_passes(norm, inputs, grad_output, passes)  # a warm-up
+        # Five measurements, of which the median is taken below.
         seconds_per_pass = [time_passes(norm, inputs, grad_output, passes) / passes for _ in range(5)]
         output = norm(inputs)
         (gradient,) = torch.autograd.grad(output, inputs, grad_output)
@@ -108,8 +109,8 @@ def compute_in_float64(
 
     Args:
         norm: The norm whose weights are taken.
-        inputs: Its inputs.
-        grad_output: The gradient of its output.
+        inputs: The norm's inputs.
+        grad_output: The gradient of the norm's output.
         is_compensated: Whether to divide the gradient of the normalised inputs by the mean gain, as GWC does
             (arXiv 2512.08374, equations 22 to 26).
     """
@@ -135,7 +136,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def float64_gradient_error() -> float:
-    """The relative error of GWC's gradient of the inputs, if GWC computes in float64 too. Measured on one picture."""
+    """The relative error of the gradient of the inputs of GWC computed in float64, on tokens of one picture."""
     norm = make_norm(GlobalWeightCompensatedLayerNorm, torch.device("cpu")).double()
     inputs = INPUT_STD * torch.randn(TOKENS_PER_PICTURE, HIDDEN_SIZE, dtype=torch.float64)
     inputs.requires_grad_()

@@ -65,14 +65,15 @@ def measure_part(
             commit=commit or environment.commit,
             packages=environment.packages,
             settings=arm.settings,
-            beside=arm.beside,
+            beside=arm.compared_with,
             figures=outcome.figures,
             error=outcome.error,
         )
         append_line(results, line)
 
     if first_arm_died and missing:
-        write_line(missing.pop(0), Outcome(error="It ended its process."))
+        first_arm = missing.pop(0)
+        write_line(first_arm, Outcome(error="Measuring this arm ended the process."))
 
     for arm in missing:
         logger.info("%s: %s ...", part, arm.name)
@@ -81,8 +82,8 @@ def measure_part(
         write_line(arm, outcome)
 
         seconds = time.monotonic() - started
-        result = outcome.figures if outcome.error is None else outcome.error
-        logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, result)
+        figures_or_error = outcome.figures if outcome.error is None else outcome.error
+        logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, figures_or_error)
         if outcome.error is not None and device.type == "cuda":
             torch.cuda.synchronize()  # raises again if the device itself has failed
 
@@ -90,7 +91,7 @@ def measure_part(
 def make_arms(part: str, device: torch.device, folder: Path) -> list[Arm]:
     """The arms of a part.
 
-    Each part imports only its own module, because loading TRL takes seconds.
+    Only the module of this part is imported, because some of the modules load TRL, which takes seconds.
     """
     if part == "ceilings":
         from benchmarks.gpu import ceilings

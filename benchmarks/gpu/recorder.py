@@ -25,7 +25,7 @@ class Pass:
     step: int
     """Number of the training step, from 0."""
     attention_mask: torch.Tensor | None
-    """Of padded rows; for a packed row it isn't read."""
+    """The mask of padded rows. For a packed row it isn't read."""
     sample_bounds: torch.Tensor | None
     """For a packed row, 0 and then the position at which each sample ends. `None` for padded rows."""
     num_images: int
@@ -65,7 +65,7 @@ class StepRecorder(TrainerCallback):
         self.watch(model, args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the time."""
+        """Record that a step of the trainer has ended."""
         self.end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class StepRecorder(TrainerCallback):
         raise TrainingMeasured
 
     def watch(self, trained: Any, device: torch.device) -> None:
-        """Begin to record a model's passes, and how long each is in the decoder's layers."""
+        """Begin to record a model's passes, and the time that each pass spends in the decoder's layers."""
         self.trained = trained
         self.step_stopwatch = Stopwatch(device)
         self.layers_stopwatch = Stopwatch(device)
@@ -95,7 +95,8 @@ class StepRecorder(TrainerCallback):
 
     def record_pass(self, inputs: dict[str, Any]) -> None:
         """Record the inputs of a forward pass."""
-        # Our trainer passes the next tokens as `shift_labels`. Otherwise they are `labels` from the second on.
+        # Our trainer passes the token to predict at each position as `shift_labels`. Other trainers pass `labels`, in
+        # which this token stands one position later.
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = inputs["labels"][:, 1:]
@@ -127,7 +128,7 @@ class StepRecorder(TrainerCallback):
     def summary(self) -> Figures:
         """The figures of the measured steps, as definitions.py defines them.
 
-        Only the peak of memory covers the warm-up too.
+        The peak of memory is the exception: it covers the warm-up too.
         """
         step_seconds = self.step_stopwatch.seconds()[self.warmup :]
         seconds = sum(step_seconds)
@@ -143,7 +144,7 @@ class StepRecorder(TrainerCallback):
             num_images += forward_pass.num_images
             num_supervised += int(forward_pass.is_supervised.sum())
             num_computed_tokens += forward_pass.num_computed_tokens()
-        work = Work(lengths, num_images, num_supervised)
+        work = Work(lengths=lengths, num_images=num_images, num_supervised=num_supervised)
         flops = model_flops(self.trained, work)
 
         return {

@@ -18,7 +18,7 @@ class Arm:
     measure: Callable[[], Figures]
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings that the figures depend on. They are written into the arm's line."""
-    beside: str | None = None
+    compared_with: str | None = None
     """Name of the arm that the table compares this one with."""
 
 
@@ -35,6 +35,7 @@ class Line:
     packages: dict[str, str]
     settings: dict[str, Any]
     beside: str | None = None
+    """Name of the arm that the table compares this one with."""
     figures: Figures | None = None
     error: str | None = None
 
@@ -53,7 +54,7 @@ def read_lines(path: Path) -> list[Line]:
 
     lines = []
     for text in path.read_text(encoding="utf-8").split("\n"):
-        is_whole = text.endswith("}")
+        is_whole = text.endswith("}")  # as JSON does. The text after the last line break is empty or was cut off.
         if is_whole:
             lines.append(Line(**json.loads(text)))
     return lines

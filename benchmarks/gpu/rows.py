@@ -39,11 +39,11 @@ class Lengths:
     """Longer draws are cut to this length."""
 
 
-# Around 70 tokens a conversation with the template and 36 image tokens.
+# With these lengths a conversation has around 70 tokens, of which 36 are image tokens.
 EMOJI_LIKE = Lengths(question=9, answer=5, caption=5, spread=0.6, longest=60)
-# Around 1000 tokens a conversation with the template and 729 image tokens, the longest rows above 2000.
+# With these lengths a conversation has around 1000 tokens, of which 729 are image tokens. The longest have over 2000.
 LLAVA_LIKE = Lengths(question=60, answer=120, caption=40, spread=0.9, longest=1400)
-# For rehearsals on a CPU.
+# These lengths are for rehearsals on a CPU.
 TINY = Lengths(question=6, answer=6, caption=5, spread=0.6, longest=20)
 
 
@@ -61,7 +61,7 @@ def write_rows(folder: Path, num_rows: int, picture_size: int, lengths: Lengths)
 
         question = random_text(rng, lengths.question, lengths)
         answer = random_text(rng, lengths.answer, lengths)
-        has_picture = number % 10 != 9  # nine of ten
+        has_picture = number % 10 != 9  # in nine rows of ten
         picture = name if has_picture else None
         conversations.append(make_row(picture, question, answer))
 
@@ -84,7 +84,7 @@ def random_text(rng: np.random.Generator, median: int, lengths: Lengths) -> str:
     """Random letters and spaces, their number drawn from a log-normal distribution with this median."""
     drawn = rng.lognormal(np.log(median), lengths.spread)
     count = int(np.clip(drawn, 1, lengths.longest))
-    # A letter stands at each end, as spaces there would be stripped.
+    # The first and the last character are letters, because spaces there would be stripped.
     return "a" + "".join(rng.choice(LETTERS, count)) + "z"
 
 

@@ -22,12 +22,12 @@ PACKED_LENGTH = 16384  # tokens; all rows of a step fit into one packed row
 def arms(device: torch.device, folder: Path) -> list[Arm]:
     """Write what the arms read, and return the arms: stage 2 from the defaults to the fastest, then stage 1."""
     on_gpu = device.type == "cuda"
-    place = make_workplace(device, folder)
+    workplace = make_workplace(device, folder)
 
     num_steps = NUM_STEPS if on_gpu else 3
     warmup = 3 if on_gpu else 1
     trl = Training("TRL", "instruct", steps=num_steps, warmup=warmup)
-    trl_at_best = replace(trl, cudnn=False, workers=True, checkpointing=False)
+    trl_with_options_of_ours = replace(trl, cudnn=False, workers=True, checkpointing=False)
     ours = replace(trl, trainer="ours")
     without_cudnn = replace(ours, cudnn=False)
     with_workers = replace(without_cudnn, workers=True)
@@ -38,11 +38,12 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     packed_compiled = replace(packed, compiled=True)
     bare = replace(packed_compiled, trainer="bare")
 
-    # The name of an arm, its training, and the name of the arm that it is compared with. In names, "as it is" means
-    # with default options, and "+" adds options to those of an earlier arm. The last arm takes longest to compile.
+    # Each tuple has the name of an arm, its training, and the name of the arm that it is compared with. In names, "as
+    # it is" means with default options, and "+" means options added to those of an earlier arm. The last arm takes
+    # longest to compile.
     named_trainings = [
         ("stage 2: TRL as it is", trl, None),
-        ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_at_best, "stage 2: TRL as it is"),
+        ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_with_options_of_ours, "stage 2: TRL as it is"),
         ("stage 2: ours as it is", ours, "stage 2: TRL as it is"),
         ("stage 2: + no cuDNN", without_cudnn, "stage 2: ours as it is"),
         ("stage 2: + workers", with_workers, "stage 2: + no cuDNN"),
@@ -51,21 +52,23 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
         ("stage 2: packed by sdpa's mask", packed_by_mask, "stage 2: + no checkpointing"),
         ("stage 2: + packed, varlen, compiled", packed_compiled, "stage 2: + packed, varlen"),
         ("stage 2: bare loop, compiled", bare, "stage 2: + packed, varlen, compiled"),
-        ("stage 1: TRL, workers, no cuDNN, no checkpointing", replace(trl_at_best, stage="align"), None),
+        ("stage 1: TRL, workers, no cuDNN, no checkpointing", replace(trl_with_options_of_ours, stage="align"), None),
         ("stage 1: ours, padded", replace(padded, stage="align"), "stage 1: TRL, workers, no cuDNN, no checkpointing"),
         ("stage 1: + packed, varlen", replace(packed, stage="align"), "stage 1: ours, padded"),
         ("stage 1: + packed, varlen, compiled", replace(packed_compiled, stage="align"), "stage 1: + packed, varlen"),
         ("stage 1: bare loop, compiled", replace(bare, stage="align"), "stage 1: + packed, varlen, compiled"),
         ("stage 2: padded, compiled", padded_compiled, "stage 2: + no checkpointing"),
     ]
-    return [training_arm(name, training, place, beside) for name, training, beside in named_trainings]
+    return [
+        training_arm(name, training, workplace, compared_with) for name, training, compared_with in named_trainings
+    ]
 
 
 def make_workplace(device: torch.device, folder: Path) -> Workplace:
     """Write the rows, the config and the processor that all arms read. Returns where they are, and the sizes."""
     on_gpu = device.type == "cuda"
     config = small_config(tiny=not on_gpu)
-    place = Workplace(
+    workplace = Workplace(
         folder=folder,
         config=config,
         device=device,
@@ -75,7 +78,7 @@ def make_workplace(device: torch.device, folder: Path) -> Workplace:
         compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")
-    num_rows = NUM_STEPS * place.rows_per_step
+    num_rows = NUM_STEPS * workplace.rows_per_step
     lengths = EMOJI_LIKE if on_gpu else TINY
     write_rows(folder, num_rows, config.vision_config.image_size, lengths)
-    return place
+    return workplace

@@ -1,4 +1,7 @@
-"""The clock behind all figures. On a GPU it uses the GPU's clock, and reads it only at the end, so nothing waits."""
+"""Measures all times of the benchmarks.
+
+On a GPU it uses the GPU's clock, and reads this clock only when all is measured. So no measured work waits for it.
+"""
 
 import time
 from itertools import pairwise

@@ -30,18 +30,18 @@ TRAINING_COLUMNS = [
     Column("s a step", "seconds_per_step", ".3f"),
     Column("% of 989 TFLOP/s", "share_of_peak", ".1f", factor=100),
     Column("% of the best matrix product", "share_of_product", ".1f", factor=100),
-    Column("layers: % of 989", "layers_share_of_peak", ".1f", factor=100),
+    Column("layers: % of 989 TFLOP/s", "layers_share_of_peak", ".1f", factor=100),
     Column("layers: % of the best matrix product", "layers_share_of_product", ".1f", factor=100),
     Column("loss", "loss", ".4f"),
-    Column("padding %", "padding_share", ".0f", factor=100),
-    Column("GiB", "peak_memory_gib", ".2f"),
+    Column("% padding", "padding_share", ".0f", factor=100),
+    Column("peak GiB", "peak_memory_gib", ".2f"),
 ]
-# By part.
+# The columns of each part's table.
 COLUMNS = {
     "ceilings": [
         Column("best TFLOP/s", "best_tflops", ".0f"),
         Column("median TFLOP/s", "median_tflops", ".0f"),
-        Column("TB/s", "median_tb_per_second", ".2f"),
+        Column("median TB/s", "median_tb_per_second", ".2f"),
     ],
     "norm": [
         Column("µs", "microseconds", ".1f"),
@@ -51,9 +51,9 @@ COLUMNS = {
     "attention": [
         Column("ms", "milliseconds", ".2f"),
         Column("error of the output", "output_relative_error", ".1e"),
-        Column("of the query's gradient", "query_relative_error", ".1e"),
-        Column("of the key's", "key_relative_error", ".1e"),
-        Column("of the value's", "value_relative_error", ".1e"),
+        Column("error of the query's gradient", "query_relative_error", ".1e"),
+        Column("error of the key's gradient", "key_relative_error", ".1e"),
+        Column("error of the value's gradient", "value_relative_error", ".1e"),
         Column("first call, ms", "first_call_ms", ".1f"),
         Column("slowest first call, ms", "slowest_first_call_ms", ".1f"),
         Column("second call, ms", "second_call_ms", ".1f"),
@@ -113,7 +113,7 @@ def render_part(part: str, lines: list[Line], fastest_product: float | None) -> 
         alignment += ["---:", "---"]
     rows = [header, alignment]
 
-    figures: dict[str, Figures] = {}  # by arm
+    figures: dict[str, Figures] = {}  # by the arm's name
     for line in lines:
         if line.figures is not None:
             figures[line.arm] = add_shares_of_product(line.figures, fastest_product)
@@ -141,7 +141,7 @@ def add_shares_of_product(figures: Figures, fastest_product: float | None) -> Fi
 
 
 def render_error(error: str) -> str:
-    """The beginning of an error's first line. Bars are replaced, as they would end the table's cell."""
+    """The beginning of an error's first line. The character "|" is replaced, as it would end the table's cell."""
     first_line = error.partition("\n")[0]
     return first_line[:150].replace("|", "/")
 
@@ -153,13 +153,13 @@ def render_cell(figures: Figures, column: Column) -> str:
     return format(figures[column.figure] * column.factor, column.number_format)
 
 
-def render_comparison(line: Line, figures: dict[str, Figures], name: str) -> list[str]:
-    """Two cells: the ratio of an arm's figure to that of the arm that it is compared with, and that arm's name.
+def render_comparison(line: Line, figures: dict[str, Figures], figure: str) -> list[str]:
+    """Two cells: an arm's figure over the same figure of the arm that it is compared with, and the other arm's name.
 
     Args:
         line: The arm's line.
         figures: The figures of all arms, by the arm's name.
-        name: The name of the figure.
+        figure: The name of the figure.
 
     Returns:
         Empty cells if the arm isn't compared with another, or if the other one has no figures.
@@ -167,5 +167,5 @@ def render_comparison(line: Line, figures: dict[str, Figures], name: str) -> lis
     other_arm = line.beside
     if other_arm is None or other_arm not in figures:
         return ["", ""]
-    ratio = figures[line.arm][name] / figures[other_arm][name]
+    ratio = figures[line.arm][figure] / figures[other_arm][figure]
     return [f"{ratio:.2f}", other_arm]

@@ -22,14 +22,15 @@ from benchmarks.gpu.results import Arm, Figures
 from benchmarks.trl_rows import trl_dataset
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training import sft
+from training.adapters import quantization_config
 from training.arguments import RunArguments, TrainingConfig
 
 
 # The file of rows of each stage.
 ROWS = {"align": "captions.json", "instruct": "conversations.json", "adapt": "conversations.json"}
 LORA = {"lora_r": 64, "lora_alpha": 16}
-# LLaVA's format of stage 1 as a chat template for TRL: the picture, then the caption and a line break. The content of
-# a message is a list of parts here.
+# LLaVA's format of stage 1 as a chat template for TRL: the picture, then the caption and a line break. TRL gives the
+# content of a message as a list of pictures and texts.
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
     {%- if message["role"] == "assistant" -%}
@@ -77,7 +78,7 @@ class Training:
     """The most tokens of a packed row; `None` pads rows instead."""
     attention: str = "sdpa"
     checkpointing: bool = True
-    """Gradient checkpointing; TRL's default."""
+    """Whether to use gradient checkpointing, as TRL does by default."""
     workers: bool = False
     """Whether workers of the data loader read the rows."""
     compiled: bool = False
@@ -89,22 +90,22 @@ class Training:
     """More fields of the recipe."""
 
 
-def training_arm(name: str, training: Training, place: Workplace, beside: str | None = None) -> Arm:
-    """The arm of a training. `beside` is the name of the arm that it is compared with."""
-    # The settings hold the number of workers, not whether workers are used, as `Training` does.
+def training_arm(name: str, training: Training, workplace: Workplace, compared_with: str | None = None) -> Arm:
+    """The arm that does this training. `compared_with` is the name of the arm that it is compared with."""
+    # `Training.workers` says whether there are workers, and the settings say how many.
     settings = vars(training) | {
-        "rows_per_step": place.rows_per_step,
-        "rows_per_pass": None if training.packed_length else place.rows_per_pass,
-        "workers": place.workers if training.workers else 0,
+        "rows_per_step": workplace.rows_per_step,
+        "rows_per_pass": None if training.packed_length else workplace.rows_per_pass,
+        "workers": workplace.workers if training.workers else 0,
     }
-    return Arm(name, lambda: measure_training(training, place), settings, beside)
+    return Arm(name, lambda: measure_training(training, workplace), settings, compared_with)
 
 
-def measure_training(training: Training, place: Workplace) -> Figures:
+def measure_training(training: Training, workplace: Workplace) -> Figures:
     """Train, and return the figures that the recorder made."""
     clean_up()
     if training.trainer == "bare":
-        recorder: StepRecorder = BareLoop(training.warmup, place.compile_backend)
+        recorder: StepRecorder = BareLoop(training.warmup, workplace.compile_backend)
     else:
         recorder = StepRecorder(training.warmup)
 
@@ -113,10 +114,10 @@ def measure_training(training: Training, place: Workplace) -> Figures:
     try:
         with cudnn_attention(training.cudnn):
             if training.trainer == "TRL":
-                train_trl(training, place)
+                train_trl(training, workplace)
             else:
-                train_ours(training, place)
-    except TrainingMeasured:
+                train_ours(training, workplace)
+    except TrainingMeasured:  # the recorder ends every training in this way
         return recorder.figures
     finally:
         transformers.trainer.DEFAULT_CALLBACKS.remove(recorder)
@@ -131,11 +132,11 @@ def clean_up() -> None:
         torch.cuda.empty_cache()
 
 
-def common_fields(training: Training, place: Workplace) -> dict[str, Any]:
+def common_fields(training: Training, workplace: Workplace) -> dict[str, Any]:
     """The fields of the config that TRL's trainer and ours have in common."""
-    on_gpu = place.device.type == "cuda"
+    on_gpu = workplace.device.type == "cuda"
     return {
-        "output_dir": str(place.folder / "run"),
+        "output_dir": str(workplace.folder / "run"),
         "max_steps": training.steps,
         "learning_rate": 1e-5,
         "max_grad_norm": 1.0,
@@ -144,7 +145,7 @@ def common_fields(training: Training, place: Workplace) -> dict[str, Any]:
         "bf16": on_gpu,
         "use_cpu": not on_gpu,
         "gradient_checkpointing": training.checkpointing,
-        "dataloader_num_workers": place.workers if training.workers else 0,
+        "dataloader_num_workers": workplace.workers if training.workers else 0,
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -154,18 +155,18 @@ def common_fields(training: Training, place: Workplace) -> dict[str, Any]:
     }
 
 
-def train_ours(training: Training, place: Workplace) -> None:
+def train_ours(training: Training, workplace: Workplace) -> None:
     """Train by our command, in this process, on a model with random weights.
 
     The bare loop is started so too: as a callback of our trainer it takes the trainer's model and batches.
     """
     fields = {
-        **common_fields(training, place),
+        **common_fields(training, workplace),
         "stage": training.stage,
-        "model_name_or_path": str(place.folder / "model"),
-        "dataset_name": str(place.folder / ROWS[training.stage]),
-        "global_batch_size": place.rows_per_step,
-        "per_device_train_batch_size": 1 if training.packed_length else place.rows_per_pass,
+        "model_name_or_path": str(workplace.folder / "model"),
+        "dataset_name": str(workplace.folder / ROWS[training.stage]),
+        "global_batch_size": workplace.rows_per_step,
+        "per_device_train_batch_size": 1 if training.packed_length else workplace.rows_per_pass,
         "attn_implementation": training.attention,
     }
     if training.packed_length is not None:
@@ -175,14 +176,14 @@ def train_ours(training: Training, place: Workplace) -> None:
     if training.stage == "adapt":
         fields |= LORA
     if training.compiled and training.trainer == "ours":
-        fields |= {"torch_compile": True, "torch_compile_backend": place.compile_backend}
+        fields |= {"torch_compile": True, "torch_compile_backend": workplace.compile_backend}
 
-    with models_made_here(place.config):
+    with random_weights_for_our_command(workplace.config):
         sft.main([f"--{name}={value}" for name, value in fields.items()])
 
 
 @contextmanager
-def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
+def random_weights_for_our_command(config: NormLlavaConfig) -> Iterator[None]:
     """Within the block, our command trains random weights made on the device instead of loading a checkpoint."""
 
     def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
@@ -190,8 +191,6 @@ def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
         dtype = torch.float32 if trains_all else args.frozen_dtype
         model = make_model(config, dtype, str(run_args.attn_implementation), args.device)
         if run_args.load_in_4bit:
-            from training.adapters import quantization_config
-
             quantize(model, quantization_config(dtype), args.device)
         # As in training/loading.py: torch wouldn't train the embedding of `padding_idx`.
         model.get_input_embeddings().padding_idx = None
@@ -207,13 +206,13 @@ def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
 
 
 def reset_peak_memory() -> None:
-    """Measure the peak of memory from here on. What making the model took at its peak doesn't count."""
+    """Measure the peak of memory from here on, so that the making of the model doesn't count."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-def train_trl(training: Training, place: Workplace) -> None:
+def train_trl(training: Training, workplace: Workplace) -> None:
     """Train plain Llava on padded rows with TRL's trainer, as TRL's documentation does for pictures."""
     lora = None
     if training.stage == "adapt":
@@ -227,30 +226,30 @@ def train_trl(training: Training, place: Workplace) -> None:
         )
 
     # With LoRA on a GPU, the frozen weights are bfloat16, as with our command.
-    is_bfloat16 = lora is not None and place.device.type == "cuda"
+    is_bfloat16 = lora is not None and workplace.device.type == "cuda"
     dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-    model = make_plain_llava(place.config, dtype, place.device)
+    model = make_plain_llava(workplace.config, dtype, workplace.device)
     reset_peak_memory()
-    processor = AutoProcessor.from_pretrained(place.folder / "model")
+    processor = AutoProcessor.from_pretrained(workplace.folder / "model")
     if training.stage == "align":
         model.requires_grad_(False)
         model.model.multi_modal_projector.requires_grad_(True)
         processor.chat_template = PLAIN_TEMPLATE
 
-    rows = json.loads((place.folder / ROWS[training.stage]).read_text(encoding="utf-8"))
+    rows = json.loads((workplace.folder / ROWS[training.stage]).read_text(encoding="utf-8"))
     args = SFTConfig(
-        **common_fields(training, place),
+        **common_fields(training, workplace),
         max_length=None,
         remove_unused_columns=False,
         assistant_only_loss=True,
-        per_device_train_batch_size=place.rows_per_pass,
-        gradient_accumulation_steps=place.rows_per_step // place.rows_per_pass,
-        train_sampling_strategy="sequential",
+        per_device_train_batch_size=workplace.rows_per_pass,
+        gradient_accumulation_steps=workplace.rows_per_step // workplace.rows_per_pass,
+        train_sampling_strategy="sequential",  # `trl_dataset` has put the rows in order
     )
     trainer = SFTTrainer(
         model,
         args,
-        train_dataset=trl_dataset(rows, place.folder, args.seed),
+        train_dataset=trl_dataset(rows, workplace.folder, args.seed),
         processing_class=processor,
         peft_config=lora,
     )

@@ -23,13 +23,14 @@ from training.stages import LearningRates, Stage, prepare_stage
 
 
 CPU = torch.device("cpu")
-# Functions that make a config, by whether the encoder has a CLS token: DINOv2 has one, SigLIP has none.
+# Functions that make a config, by the kind of its vision encoder: in `small_config` it is DINOv2, which has a CLS
+# token, and in `large_config` it is SigLIP, which has none.
 CONFIGS = {"CLS token": small_config, "no CLS token": large_config}
 
 
-def make_config_that_reads_all(family: str) -> NormLlavaConfig:
+def make_config_that_reads_all(encoder: str) -> NormLlavaConfig:
     """A tiny config with which the model reads the encoder's last layer, and so needs all layers."""
-    config = CONFIGS[family](tiny=True)
+    config = CONFIGS[encoder](tiny=True)
     config.vision_feature_layer = -1
     return config
 
@@ -51,58 +52,63 @@ def count_by_torch(model: Any, length: int, num_supervised: int) -> int:
         num_supervised: Number of tokens at its end that the loss counts.
     """
     config = model.config
-    input_ids = torch.full((1, length), 7)
+    input_ids = torch.full((1, length), 7)  # any token of text would do
     input_ids[:, 1 : 1 + config.image_seq_length] = config.image_token_id
     pixel_values = torch.randn(1, 3, config.vision_config.image_size, config.vision_config.image_size)
 
     with FlopCounterMode(display=False) as counter:
-        states = model.model(input_ids=input_ids, pixel_values=pixel_values).last_hidden_state  # [1, length, D]
+        outputs = model.model(input_ids=input_ids, pixel_values=pixel_values)
+        states = outputs.last_hidden_state  # [1, length, hidden_size]
         logits = model.lm_head(states[:, -num_supervised:])  # [1, num_supervised, vocabulary]
-        labels = torch.zeros(num_supervised, dtype=torch.long)
+        labels = torch.zeros(num_supervised, dtype=torch.long)  # any labels would do
         F.cross_entropy(logits.flatten(0, 1), labels).backward()
     return counter.get_total_flops()
 
 
-def count_more_by_torch(model: Any, stage: Stage, length: int) -> int:
-    """How many more FLOPs torch counts in such a step than model FLOPs are: torch counts what is computed."""
+def difference_to_model_flops(model: Any, stage: Stage, length: int) -> int:
+    """The FLOPs that [`count_by_torch`] counts, minus the model FLOPs of the same step.
+
+    Torch counts what is computed. Model FLOPs are what a step needs, by the definitions of benchmarks/gpu.
+    """
     config = model.config
     text = config.text_config
     num_patches = config.image_seq_length
 
-    # Eager attention also computes what its mask hides. This takes as much again as causal attention: 2 L² H FLOPs
-    # forward in each layer, and three times as many with the backward pass.
-    more = text.num_hidden_layers * 6 * length**2 * text.hidden_size
+    # Eager attention also computes what its mask hides. This takes as many FLOPs again as causal attention does: in
+    # each layer 2 * length² * hidden_size forward, and three times as many with the backward pass.
+    difference = text.num_hidden_layers * 6 * length**2 * text.hidden_size
 
-    # The patch embedding isn't computed for the CLS token, and no gradient of the pixels is computed. So for each of
-    # its weights torch counts 4 FLOPs a patch (2 if frozen), where model FLOPs are 6 a position (2 if frozen).
+    # The patch embedding isn't computed for the CLS token, and no gradient of the pixels is computed. So if it is
+    # trained, torch counts 4 FLOPs for each of its weights and each patch. Model FLOPs are 6 for each of its weights
+    # and each position, which is a patch or the CLS token. If it is frozen, both are 2.
     [patch_embedding] = [layer for layer in model.model.vision_tower.modules() if isinstance(layer, torch.nn.Conv2d)]
     has_cls_token = config.vision_feature_select_strategy == "default"
     num_positions = num_patches + 1 if has_cls_token else num_patches
     encoder_is_trained = stage is Stage.INSTRUCT
     if encoder_is_trained:
-        more -= patch_embedding.weight.numel() * (6 * num_positions - 4 * num_patches)
+        difference -= patch_embedding.weight.numel() * (6 * num_positions - 4 * num_patches)
     else:
-        more -= patch_embedding.weight.numel() * (2 * num_positions - 2 * num_patches)
+        difference -= patch_embedding.weight.numel() * (2 * num_positions - 2 * num_patches)
 
     # If the encoder is frozen, no gradient of the projector's input is computed.
     if not encoder_is_trained:
         projector = model.get_submodule("model.multi_modal_projector")
         if stage is Stage.ADAPT:
             projector = projector.modules_to_save["default"]
-        more -= 2 * projector.linear_1.weight.numel() * num_patches
-    return more
+        difference -= 2 * projector.linear_1.weight.numel() * num_patches
+    return difference
 
 
 @pytest.mark.parametrize("stage", list(Stage))
-@pytest.mark.parametrize("family", list(CONFIGS))
-def test_model_flops_are_those_that_torch_counts(family: str, stage: Stage) -> None:
-    # All layers are needed, because torch also counts layers whose output the model doesn't use.
-    trained = make_trained_model(make_config_that_reads_all(family), stage)
+@pytest.mark.parametrize("encoder", list(CONFIGS))
+def test_model_flops_are_those_that_torch_counts(encoder: str, stage: Stage) -> None:
+    # The model must use all layers of its encoder, because torch would also count layers that the model doesn't use.
+    trained = make_trained_model(make_config_that_reads_all(encoder), stage)
     model = trained.get_base_model() if stage is Stage.ADAPT else trained
 
     flops = model_flops(trained, Work(lengths=[12], num_images=1, num_supervised=3))
     counted = count_by_torch(model, length=12, num_supervised=3)
-    assert counted == flops.whole + count_more_by_torch(model, stage, length=12)
+    assert counted == flops.whole + difference_to_model_flops(model, stage, length=12)
     assert 0 < flops.layers < flops.whole
 
 
@@ -113,8 +119,8 @@ def test_an_encoder_layer_that_is_not_read_costs_nothing() -> None:
     flops_of_all = model_flops(make_trained_model(reads_all, Stage.ALIGN), work).whole
     flops_of_all_but_one = model_flops(make_trained_model(reads_all_but_one, Stage.ALIGN), work).whole
 
-    # The encoder is frozen, so a layer takes 2 FLOPs for each weight and patch, and 4 L² H for attention. Its weights
-    # are four square matrices of attention and two matrices of the MLP.
+    # The encoder is frozen, so a layer takes 2 FLOPs for each weight and patch, and 4 * num_patches² * width for
+    # attention. Its weights are four square matrices of attention and two matrices of the MLP.
     width = reads_all.vision_config.hidden_size
     num_weights = 4 * width**2 + 2 * width * reads_all.vision_config.intermediate_size
     num_patches = reads_all.image_seq_length
@@ -123,7 +129,7 @@ def test_an_encoder_layer_that_is_not_read_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", list(norm.KINDS))
-def test_the_norms_outputs_and_gradients_are_right(name: str) -> None:
+def test_outputs_and_gradients_of_the_measured_norms_are_right(name: str) -> None:
     figures = norm.measure_norm(name, torch.float32, num_tokens=8, passes=1, device=CPU)
     assert figures["output_relative_error"] < 1e-6
     assert figures["gradient_relative_error"] < 1e-6
@@ -170,14 +176,15 @@ def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
     def stop() -> dict[str, Any]:
         raise SystemExit(2)
 
-    # An earlier process died in the first arm, so that arm isn't measured again.
+    # With `first_arm_died`, an earlier process died in the first arm. So this arm gets an error without being
+    # measured.
     arms = [Arm("died", run), Arm("fails", fail), Arm("stops", stop), Arm("runs", run)]
     monkeypatch.setattr(part, "make_arms", lambda *_: arms)
     results = tmp_path / "results.jsonl"
     part.measure_part("small", CPU, results, tmp_path, commit="abc", first_arm_died=True)
 
     died, fails, stops, runs = read_lines(results)
-    assert died.error == "It ended its process."
+    assert died.error == "Measuring this arm ended the process."
     assert fails.error == "ValueError: no such kernel"
     assert stops.error == "SystemExit: 2"
     assert runs.figures == {"speed": 1.0}
@@ -213,6 +220,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Importing torch alone takes the process longer than half a second.
     args = argparse.Namespace(cpu=True, results=tmp_path / "results.jsonl", commit=None)
     assert command.run_part("large", args, seconds=0.5, first_arm_died=False) is None
     assert capsys.readouterr().out == "large was ended after 0.5 s\n"
@@ -225,11 +233,11 @@ def test_the_table_leaves_cells_empty_where_an_arm_lacks_the_figure(
     results = tmp_path / "results.jsonl"
     append_line(results, make_line("ceilings", "copy", figures={"median_tb_per_second": 1.5}))
     command.main(["--table", str(results)])
-    # The columns are best TFLOP/s, median TFLOP/s and TB/s.
+    # The columns are best TFLOP/s, median TFLOP/s and median TB/s.
     assert "| copy |  |  | 1.50 |" in capsys.readouterr().out
 
 
-def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> None:
+def test_the_table_compares_an_arm_with_the_arm_that_its_line_names(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     training = {
         "seconds_per_step": 1.0,
@@ -246,16 +254,18 @@ def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> N
         make_line("large", "TRL", figures={"tokens_per_second": 1000, **training}),
         make_line("large", "ours", figures={"tokens_per_second": 1500, **training}, beside="TRL"),
         make_line("large", "compiled", error="ValueError: refused\nand more", beside="ours"),
-        make_line("large", "silent", error=""),
+        make_line("large", "died without a message", error=""),  # an empty error is an error too
     ]
     for line in lines:
         append_line(results, line)
 
     table = render(results)
-    # Of the fastest product's 8e14 FLOP/s, 4e14 are 50% and 6e14 are 75%. "ours" makes 1.5 times TRL's tokens/s.
+    # The columns are tokens/s, seconds a step, four shares in percent, loss, padding, memory, and the comparison. The
+    # shares of the fastest product's 8e14 FLOP/s are the second, 4e14 or 50%, and the fourth, 6e14 or 75%. The
+    # tokens/s of "ours" are 1.5 times those of "TRL".
     assert "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 50.0 | 75.0 | 2.0000 | 0 | 20.00 | 1.50 | TRL |" in table
     assert "| compiled | ValueError: refused |" in table
-    assert "| silent |  |" in table
+    assert "| died without a message |  |" in table
 
 
 @pytest.mark.parametrize("make_arms", [large.packed_arms, large.full_arms, large.quantized_arms])
@@ -268,11 +278,11 @@ def test_compiled_layers_warm_up_longer_and_are_measured_as_long(
 
     for arm in compiled_arms:
         compiled = arm.settings
-        uncompiled = arms[str(arm.beside)].settings
+        uncompiled = arms[str(arm.compared_with)].settings
         assert compiled["warmup"] >= 3  # a second graph is compiled in the third step
         assert compiled["steps"] - compiled["warmup"] == uncompiled["steps"] - uncompiled["warmup"]
 
-        # There are rows for all steps.
+        # So many rows were written that no step goes without.
         rows = json.loads((tmp_path / "conversations.json").read_text())
         assert len(rows) >= compiled["steps"] * compiled["rows_per_step"]
 

@@ -1,4 +1,4 @@
-"""The benchmark of pages measures a page whole and cut, with patches merged and not."""
+"""The benchmark of pages measures a page that is whole or cut into tiles, with patches merged or not."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from benchmarks.pages import Setting, measure_page
 @pytest.mark.parametrize(
     ("setting", "image_tokens"),
     [
-        # A tile of the tiny model has 8 x 8 patches.
+        # For the tiny model, a whole page and a tile have 8 x 8 patches. A merge size of 2 leaves 4 x 4 image tokens.
         pytest.param(Setting(max_tiles=1, spatial_merge_size=1), 64, id="whole"),
         pytest.param(Setting(max_tiles=1, spatial_merge_size=2), 16, id="whole, merged"),
         # The grid nearest to a page's shape has 2 x 3 tiles, and the thumbnail is the seventh.

@@ -1,4 +1,4 @@
-"""Checks that each trainer and the bare loop beside it train alike on the same batches, so times are comparable."""
+"""Checks that a trainer and the bare loop train alike on the same batches, so that their times can be compared."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from benchmarks.real import ARMS, ROWS, main
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch computes with one thread: on a busy machine, two wait for each other longer than they compute."""
+    """Torch computes with one thread: on a busy machine, two threads wait for each other longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -16,6 +16,7 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 ADAPT = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4}
+# `None` takes a field of FAST out of the recipe.
 STREAM = {"dataset_streaming": True, "max_steps": 8, "global_batch_size": None, "gradient_accumulation_steps": 2}
 # The recipe fields of each kind of run. The last kind trains key adapters, so its model has them.
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def run_driver(kind: str, composed: Callable[..., Path], data: Path, folder: Pat
     key_adapter_rank = 4 if "key_mmd_weight" in KINDS[kind] else 0
     fields = {**FAST, **KINDS[kind], "dataset_name": str(data), "save_steps": 3, "logging_steps": 1}
     fields["model_name_or_path"] = str(composed(key_adapter_rank=key_adapter_rank))
-    fields["output_dir"] = "unused"  # the driver gives another on the command line
+    fields["output_dir"] = "unused"  # the driver gives another folder on the command line, which wins
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**fields))
 

@@ -93,8 +93,8 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
 
-    # The text's norm is the mean norm of the embeddings as the decoder gets them. An embedding that is all zeros doesn't
-    # count. The embedding of padding may be one.
+    # The text's norm is the mean norm of the embeddings as the decoder gets them. Embeddings that are all zeros, as the
+    # embedding of padding may be, don't count.
     language_model = AutoModelForCausalLM.from_pretrained(backbones(text))
     embeddings = language_model.get_input_embeddings().weight.detach().double()
     if text == "gemma3":
@@ -108,7 +108,8 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     torch.testing.assert_close(gain, torch.full_like(gain, text_norm / 32**0.5))
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
-    # Without the norm layer, image tokens would start at the norm of its input. With DINOv2 it may be smaller.
+    # Without the norm layer, image tokens would start at the norm of this layer's input. With DINOv2 that norm is not
+    # always so large.
     if vision != "dinov2":
         assert norms["norm_input"] > 2 * norms["text"]
 

@@ -180,9 +180,9 @@ def with_key_adapters(composed: Callable[..., Path], tmp_path: Path) -> Callable
         for name, parameter in model.named_parameters():
             if name.endswith("key_adapter.up"):
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-        model.save_pretrained(tmp_path / "with key adapters")
-        AutoProcessor.from_pretrained(composed(text=text)).save_pretrained(tmp_path / "with key adapters")
-        return tmp_path / "with key adapters"
+        model.save_pretrained(tmp_path / "key_adapters")
+        AutoProcessor.from_pretrained(composed(text=text)).save_pretrained(tmp_path / "key_adapters")
+        return tmp_path / "key_adapters"
 
     return folder
 

@@ -44,8 +44,8 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     broken = tmp_path / "broken"
     run(tmp_path, **fields, output_dir=str(unbroken))
 
-    # The broken run has its first checkpoint, and a newer checkpoint that can't be used, since its state is not of step
-    # 99. It also has a line of metrics that was cut off when the run was killed.
+    # The broken run has its first checkpoint, and a newer checkpoint 99, which can't be used, since its state is of
+    # another step. It also has a line of metrics that was cut off when the run was killed.
     first = f"checkpoint-{fields['save_steps']}"
     shutil.copytree(unbroken / first, broken / first)
     shutil.copytree(unbroken / first, broken / "checkpoint-99")

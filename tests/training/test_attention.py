@@ -267,7 +267,7 @@ def plain_kernel(
         if window_size_left >= 0:
             is_hidden |= distance > window_size_left
         if window_size_right >= 0:
-            is_hidden |= -distance > window_size_right
+            is_hidden |= distance < -window_size_right
 
         scores = torch.einsum("qhd,khd->hqk", query[start:end], key[start:end]) * scale
         weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)

@@ -93,8 +93,8 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
 
-    # The text's norm is the mean norm of the embeddings as the decoder gets them. Embeddings that are all zeros, as the
-    # embedding of padding may be, don't count.
+    # The text's norm is the mean norm of the embeddings as the decoder gets them. Embeddings that are all zeros don't
+    # count, such as the embedding of padding.
     language_model = AutoModelForCausalLM.from_pretrained(backbones(text))
     embeddings = language_model.get_input_embeddings().weight.detach().double()
     if text == "gemma3":

@@ -158,7 +158,7 @@ class Batch:
         input_ids = self.inputs["input_ids"]
         is_image_token = input_ids == processor.image_token_id
         is_special = torch.isin(input_ids, torch.tensor(processor.tokenizer.all_special_ids))
-        assert is_special.any()  # padding, BOS and delimiters, which are not text tokens
+        assert is_special.any()  # special tokens are padding, BOS and delimiters
         self.text = ~is_special & ~is_image_token
         self.visual = is_image_token
         if not picture_numbers:

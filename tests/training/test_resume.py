@@ -46,9 +46,9 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
 
     # The broken run has its first checkpoint, and a newer checkpoint 99, which can't be used, since its state is of
     # another step. It also has a line of metrics that was cut off when the run was killed.
-    first = f"checkpoint-{fields['save_steps']}"
-    shutil.copytree(unbroken / first, broken / first)
-    shutil.copytree(unbroken / first, broken / "checkpoint-99")
+    first_checkpoint = f"checkpoint-{fields['save_steps']}"
+    shutil.copytree(unbroken / first_checkpoint, broken / first_checkpoint)
+    shutil.copytree(unbroken / first_checkpoint, broken / "checkpoint-99")
     (broken / "metrics.jsonl").write_text('{"step": 99, "lo')
     with pytest.raises(ValueError, match="already holds a run"):
         run(tmp_path, **fields, output_dir=str(broken))

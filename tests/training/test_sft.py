@@ -66,7 +66,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     modules = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
     for step in steps:
         assert step["norm/ratio"] == pytest.approx(step["norm/visual"] / step["norm/text"])
-        assert step["learning_rate/vision_tower"] == pytest.approx(step["learning_rate"] / 5)  # 2e-4 and 1e-3
+        assert step["learning_rate/vision_tower"] == pytest.approx(step["learning_rate"] / 5)  # as 2e-4 and 1e-3
         squared_norms = [step[f"grad_norm/{module}"] ** 2 for module in modules]
         assert sum(squared_norms) == pytest.approx(step["grad_norm"] ** 2, rel=2e-4)
 

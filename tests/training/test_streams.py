@@ -112,7 +112,7 @@ def good_row_names(sizes: list[int]) -> list[str]:
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("num_processes", [1, 2, 5, 7])
 def test_each_good_row_is_read_once_by_one_process(tmp_path: Path, kind: str, num_processes: int) -> None:
-    sizes = [19, 14, 17, 16, 18]
+    sizes = [19, 14, 17, 16, 18]  # five shards: with seven processes, there are fewer shards than processes
     path = WRITERS[kind](tmp_path / "rows", sizes)
     names_read = []
     for process in range(num_processes):
@@ -123,8 +123,12 @@ def test_each_good_row_is_read_once_by_one_process(tmp_path: Path, kind: str, nu
     assert sorted(names_read) == sorted(good_row_names(sizes))
 
 
+# The numbers of rows of so many shards that each reader has some.
+MANY_SHARDS = [5] * 40
+
+
 def test_the_place_is_restored_for_the_same_number_of_readers(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows", [5] * 40)
+    path = write_parquet(tmp_path / "rows", MANY_SHARDS)
     make_batches(path, num_workers=2).write_place(tmp_path, is_main_process=True)
     # An error would be raised if the place didn't fit.
     make_batches(path, num_workers=2).read_place(tmp_path)
@@ -138,8 +142,8 @@ def test_the_place_is_restored_for_the_same_number_of_readers(tmp_path: Path) ->
 def test_a_place_of_another_number_of_readers_is_refused(
     tmp_path: Path, num_workers: int, num_processes: int, readers: str
 ) -> None:
-    """The message has a list with the number of readers of each process, before and now."""
-    path = write_parquet(tmp_path / "rows", [5] * 40)
+    """The error's message has a list with the number of readers of each process, as saved and now."""
+    path = write_parquet(tmp_path / "rows", MANY_SHARDS)
     make_batches(path, num_workers=2).write_place(tmp_path, is_main_process=True)
     batches = make_batches(path, num_workers=num_workers, num_processes=num_processes)
     with pytest.raises(ValueError, match=re.escape(f"readers of each: [2], now {readers}): resume as before")):

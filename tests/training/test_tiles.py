@@ -86,7 +86,7 @@ def test_a_run_can_take_fewer_tiles_than_the_model(folder: Path, data: Path) -> 
     raw_rows = load_rows(str(data))
     batch = collate([raw_rows[index] | rows[index] for index in (1, 3)])  # rows of one and of three pictures
     assert len(batch["pixel_values"]) == 4
-    assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4 * 4
+    assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4 * 4  # four for each picture
 
 
 @pytest.mark.parametrize("packed", [False, True])

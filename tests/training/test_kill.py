@@ -65,7 +65,8 @@ def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
 
     steps = read_steps(killed)
     expected_steps = read_steps(unbroken)
-    assert len(expected_steps) == 8  # steps of 4 rows: more than one epoch of the 30 rows, so a stream has begun anew
+    # Steps of 4 rows: they take more than the 30 rows of an epoch, so a stream has begun anew.
+    assert len(expected_steps) == 8
     for step, expected in zip(steps, expected_steps, strict=True):
         for name in ("step", "epoch", "loss", "num_tokens", "norm/visual"):
             assert step.get(name) == expected.get(name), (event, name)
@@ -89,7 +90,8 @@ def test_a_run_killed_at_many_points_ends_as_the_unbroken_one(
     kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     num_events = train_unbroken(kind, composed, data, tmp_path)
-    interval = 1 if kind == "stage 2, packed" else 4  # one kind is killed at every event, the others at every fourth
+    # One kind of run is killed at every event. The others are killed at every fourth, to save time.
+    interval = 1 if kind == "stage 2, packed" else 4
     events = range(1, num_events + 1, interval)
     run_driver(kind, composed, data, tmp_path, *events)
     for event in events:

@@ -145,7 +145,7 @@ def test_norms_of_a_blank_picture_are_not_logged(
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).train()
     monitor = InterfaceMonitor(model, processor)
-    monitor.active = True  # as in a step that is logged
+    monitor.active = True  # the monitor measures only in steps that are logged
 
     def measure_norms(rows_of_batch: list[dict[str, Any]]) -> dict[str, float]:
         inputs = collate(composed(), rows_of_batch, packed)

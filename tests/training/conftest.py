@@ -1,4 +1,7 @@
-"""Data and runs that the tests of training share."""
+"""Data and runs that the tests of training share.
+
+The fixture `composed`, in tests/conftest.py, is a function that gives the folder of a tiny model.
+"""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
 """Runs training/sft.py with FSDP2 on CPUs.
 
-FSDP2 works on CPUs, but accelerate uses DDP there, even if its config asks for FSDP2. So this script tells accelerate
-that the processes run on GPUs.
+FSDP2 works on CPUs, but accelerate uses DDP on CPUs, even if its config asks for FSDP2. So this script tells
+accelerate that the processes run on GPUs.
 """
 
 from typing import Any

@@ -30,7 +30,7 @@ class Killer:
         folder: The run's output folder.
         last_event: The number of the event at which the process is killed. With `None` it is never killed.
         is_counting: Whether operations count as events, which they do once the second checkpoint has begun.
-        log: The events so far, each as the operation and the path.
+        log: The events so far, each as the name of the operation and the path of the file.
     """
 
     def __init__(self, folder: str, last_event: int | None) -> None:
@@ -91,7 +91,7 @@ def run(recipe: str, *arguments: str, killer: Killer | None = None) -> int:
 
 def main() -> None:
     """Train the unbroken run, or kill and resume a run at each event that the command line names."""
-    # Imported before forking, so that the children need not import them again.
+    # These modules are imported before forking, so that the children need not import them again.
     import training.adapters
     import training.sft  # noqa: F401
 

@@ -29,6 +29,7 @@ FAST = {
     "gradient_checkpointing": False,
     "num_train_epochs": 1,
 }
+# Recipe fields of stage "instruct", and of a run with packed rows. A packed row is a batch by itself.
 INSTRUCT = {"stage": "instruct", "vision_learning_rate": 2e-4}
 PACKED = {"packed_length": 120, "per_device_train_batch_size": 1}
 # The name of the projector's norm layer, which begins the names of its weights.
@@ -61,14 +62,14 @@ def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> d
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The lines of a run's `metrics.jsonl`: of training steps, of evaluations, and a last one about the whole run."""
+    """The lines of a run's `metrics.jsonl`: about training steps, about evaluations, and last about the whole run."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def read_steps(folder: Path) -> list[dict[str, float]]:
     """The lines of a run's `metrics.jsonl` about training steps."""
-    return [line for line in read_metrics(folder) if "loss" in line]
+    return [line for line in read_metrics(folder) if "loss" in line]  # an evaluation has "eval/loss" instead
 
 
 def load_weights(folder: Path, file_name: str = "model.safetensors") -> dict[str, torch.Tensor]:

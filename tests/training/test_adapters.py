@@ -37,7 +37,7 @@ def quantized_model(composed: Callable[..., Path]) -> NormLlavaForConditionalGen
 
 def test_only_the_decoders_linear_layers_are_quantized(quantized_model: NormLlavaForConditionalGeneration) -> None:
     for name, module in quantized_model.named_modules():
-        if isinstance(module, torch.nn.Linear):  # which a quantized layer is too
+        if isinstance(module, torch.nn.Linear):  # Linear4bit, the class of quantized layers, is a subclass
             is_quantized = isinstance(module, bnb.nn.Linear4bit)
             assert is_quantized == name.startswith("model.language_model.layers."), name
     assert quantized_model.model.multi_modal_projector.norm.weight.dtype == torch.float32
@@ -46,7 +46,7 @@ def test_only_the_decoders_linear_layers_are_quantized(quantized_model: NormLlav
 def test_the_table_of_a_stage_counts_quantized_weights(
     composed: Callable[..., Path], quantized_model: NormLlavaForConditionalGeneration
 ) -> None:
-    """A quantized tensor has two weights in each byte, and `numel` would count bytes."""
+    """A quantized tensor has two weights in each byte. Its `numel` counts bytes, so the table can't use `numel`."""
     unquantized_model = NormLlavaForConditionalGeneration.from_pretrained(composed())
     num_weights = unquantized_model.model.language_model.num_parameters()
     parameters = dict(quantized_model.model.language_model.named_parameters())
@@ -61,7 +61,7 @@ def test_adapters_of_quantized_layers_and_the_projector_are_trained(
     quantized_layers = {name for name, module in modules if isinstance(module, bnb.nn.Linear4bit)}
     adapted_model = add_adapters(quantized_model, rank=4, alpha=8)
 
-    # PEFT changes the model in place: it puts `<layer>.lora_A` into each layer that it adapts.
+    # PEFT has changed `quantized_model` in place: each layer that it adapts has got a module `lora_A`.
     adapted_layers = set()
     for name, _ in quantized_model.named_modules():
         if name.endswith(".lora_A"):
@@ -165,7 +165,8 @@ def adapter(
     """The output folder of a QLoRA run, in float32 or bfloat16. Tests only read it."""
     folder = tmp_path_factory.mktemp("qlora")
     fields = {**QLORA, "model_name_or_path": str(composed()), "dataset_name": str(data), "num_train_epochs": 6}
-    fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": request.param}
+    is_bfloat16 = request.param
+    fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": is_bfloat16}
     run(folder, **fields, output_dir=str(folder / "adapter"))
     return folder / "adapter"
 
@@ -173,8 +174,8 @@ def adapter(
 def test_a_run_learns(adapter: Path) -> None:
     steps = read_steps(adapter)
     losses = [step["loss"] for step in steps]
-    assert losses == sorted(losses, reverse=True)  # the loss falls from log to log
-    # The head is random and frozen, so that the loss can't fall far; but the right token becomes the most likely one.
+    assert losses == sorted(losses, reverse=True)  # the loss falls from each logged step to the next
+    # The head is random and frozen, so the loss can't fall far, but the right token often becomes the most likely one.
     assert steps[0]["mean_token_accuracy"] < 0.2
     assert steps[-1]["mean_token_accuracy"] > 0.5
 
@@ -213,7 +214,7 @@ def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapte
     assert file_names >= {
         "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
     }  # fmt: skip
-    # The model card is made of these files.
+    # The merged folder also has the files of the run, of which a model card is made.
     for name in ("run.json", "trainer_state.json", "metrics.jsonl"):
         assert (merged_folder / name).read_bytes() == (adapter / name).read_bytes()
 
@@ -233,7 +234,7 @@ def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapte
 
 
 def test_a_run_that_starts_from_an_adapter_is_refused(data: Path, adapter: Path, tmp_path: Path) -> None:
-    """It would save the adapter alone."""
+    """The run would save the adapter alone, and not a whole model."""
     fields = {**INSTRUCT, "model_name_or_path": str(adapter), "dataset_name": str(data)}
     with pytest.raises(ValueError, match=r"is an adapter, not a whole model. Merge it .*training/merge.py"):
         run(tmp_path, **fields, output_dir=str(tmp_path / "next"))
@@ -242,7 +243,7 @@ def test_a_run_that_starts_from_an_adapter_is_refused(data: Path, adapter: Path,
 def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
-    # Take one weight out of the adapter's file: once the gain of the projector's norm, once a LoRA matrix.
+    # Take one weight out of the adapter's file: first the gain of the projector's norm, then a LoRA matrix.
     weights = load_weights(tmp_path, "adapter_model.safetensors")
     for part in ("multi_modal_projector.norm.weight", "layers.0.self_attn.q_proj.lora_A"):
         (missing,) = [name for name in weights if part in name]

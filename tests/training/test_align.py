@@ -56,18 +56,20 @@ def test_pictures_learn_to_point_at_their_captions(
     # The direction of a colour's word is the mean of its tokens' embeddings, seen from the vocabulary's mean. The rest
     # of a caption, "it is", hardly counts, because all captions have it.
     embeddings = model.get_input_embeddings().weight.detach()
-    vocabulary_mean = embeddings[: len(processor.tokenizer)].mean(dim=0)
+    vocabulary_size = len(processor.tokenizer)  # there may be more embeddings, which stand for no token
+    vocabulary_mean = embeddings[:vocabulary_size].mean(dim=0)
     word_directions = []
     for colour in RGB_OF_COLOUR:
-        word = embeddings[processor.tokenizer(colour).input_ids]  # [num_tokens, hidden_size]
-        word_directions.append(word.mean(dim=0) - vocabulary_mean)
+        word_embeddings = embeddings[processor.tokenizer(colour).input_ids]  # [num_tokens, hidden_size]
+        word_directions.append(word_embeddings.mean(dim=0) - vocabulary_mean)
 
     # Each picture points most closely at the word of its own colour.
     picture_directions = image_tokens.mean(dim=1) - vocabulary_mean  # [4, hidden_size]
-    cosines = torch.cosine_similarity(picture_directions[:, None], torch.stack(word_directions)[None], dim=-1)
-    assert cosines.argmax(dim=1).tolist() == [0, 1, 2, 3]  # cosines are [picture, word]
+    words = torch.stack(word_directions)  # [4, hidden_size]
+    cosines = torch.cosine_similarity(picture_directions[:, None], words[None], dim=-1)  # [picture, word]
+    assert cosines.argmax(dim=1).tolist() == [0, 1, 2, 3]
 
-    # Image tokens have changed their directions, but not their norms.
+    # Image tokens have changed their directions, but not their mean norm.
     assert image_tokens.norm(dim=-1).mean() == pytest.approx(norm_before, rel=1e-3)
 
     linear_layers = ("model.multi_modal_projector.linear_1.", "model.multi_modal_projector.linear_2.")
@@ -136,11 +138,11 @@ def test_a_row_without_a_picture_or_a_caption_is_named(composed: Callable[..., P
     rows = json.loads(captions.read_text())
     question = {"from": "human", "value": "Hi"}
     answer = {"from": "gpt", "value": "Ho"}
-    bad_conversations = {
+    turns_by_message = {
         "0 pictures; aligning needs one": [question, answer],
         "no assistant turn": [question],
     }
-    for message, turns in bad_conversations.items():
+    for message, turns in turns_by_message.items():
         rows[3] = {"conversations": turns}
         captions.write_text(json.dumps(rows))
         with pytest.raises(BadRowError, match=rf"captions.json, row 3: {message}"):

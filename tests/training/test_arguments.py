@@ -81,7 +81,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optim": "schedule_free_adamw"}, "trains other weights than it saves"),
     ({"stage": "align", "load_in_4bit": True}, "load_in_4bit works only with stage 'adapt'"),
     ({"key_mmd_weight": 0.1}, "key_mmd_weight and key_gram_weight work only with stage 'adapt'"),
-    # transformers refuses this one.
+    # This recipe is refused by transformers.
     ({"eval_strategy": "steps", "logging_steps": 0}, "requires either non-zero --eval_steps"),
     ({"dtype": "bfloat16"}, "dtype must stay 'float32'"),
     ({"assistant_only_loss": True}, "assistant_only_loss must stay False"),
@@ -166,7 +166,7 @@ def test_an_old_name_on_the_command_line_is_refused(recipe: Path) -> None:
 
 def test_deepspeed_is_refused(recipe: Path) -> None:
     run_args, args = parse_arguments(["--config", str(recipe)])
-    args.deepspeed_plugin = object()  # stands for DeepSpeed's, which is not installed for tests
+    args.deepspeed_plugin = object()  # stands for the plugin of DeepSpeed, which is not installed for tests
     with pytest.raises(ValueError, match="DeepSpeed is not supported"):
         check_arguments(run_args, args)
 
@@ -244,8 +244,8 @@ def start_script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunArgu
 def test_a_resumed_run_keeps_the_arithmetic_and_attention_of_its_record(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_script: Callable[..., Any], is_fast: bool
 ) -> None:
-    # A new run on this machine would have bf16=is_fast. Of the output folder's two checkpoints, the newest records the
-    # opposite, and the one before it the same.
+    # A new run on this machine would have bf16=is_fast. The output folder has two checkpoints: the older one records
+    # the same value, and the newer one the opposite.
     set_capabilities(monkeypatch, amx_bf16=is_fast)
     environment = describe_environment("cpu", 1, resumed=False)
     recorded_arguments = {5: {"bf16": is_fast, "attn_implementation": "sdpa"}, 10: {"bf16": not is_fast}}
@@ -305,9 +305,9 @@ def test_a_bug_of_ours_keeps_its_traceback(recipe: Path, monkeypatch: pytest.Mon
     def fail(*args: Any) -> None:
         int("a bug")
 
-    for function_name in ("training.command_line.check_arguments", "training.arguments.read_resume"):
+    for function in ("training.command_line.check_arguments", "training.arguments.read_resume"):
         with monkeypatch.context() as patched:
-            patched.setattr(function_name, fail)
+            patched.setattr(function, fail)
             with pytest.raises(ValueError, match="invalid literal for int") as error:
                 parse_arguments(["--config", str(recipe)])
             assert not isinstance(error.value, UserError)
@@ -337,9 +337,10 @@ def test_an_unknown_option_is_refused(recipe: Path) -> None:
         parse_arguments(["--config", str(recipe), "--learning_rte", "1"])
 
 
-# All recipes. The file card.yaml, which each folder has beside them, describes a model card.
+# The paths of all recipes. Their folders also have files card.yaml, which are no recipes: they describe model cards.
 RECIPES = [path for path in sorted((ROOT / "training" / "recipes").glob("*/*.yaml")) if path.name != "card.yaml"]
-# Folders whose recipes are not the paper's.
+# The folders of recipes for small models. The recipes in all other folders have the settings of the paper, arXiv
+# 2512.08374.
 SMALL_MODELS = ("digits", "SmolLM2-135M-Instruct", "Qwen3-0.6B")
 
 
@@ -354,6 +355,7 @@ def test_all_recipes_are_accepted_and_those_of_large_models_have_the_papers_sett
     if path.parent.name in SMALL_MODELS:
         return
 
+    # The recipe is of a large model.
     assert run_args.packed_length is not None
     if path.stem == "stage1":
         assert run_args.global_batch_size == 256

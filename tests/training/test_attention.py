@@ -1,4 +1,4 @@
-"""Attention "varlen" computes what sdpa does, hands its kernel the right arguments, and refuses other decoders."""
+"""Attention "varlen" computes what sdpa does, calls its kernel rightly, and refuses decoders that it doesn't fit."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ def packed_row(lengths: list[int]) -> dict[str, Any]:
 def loss_and_gradients(
     model: PreTrainedModel, rows: list[dict[str, Any]]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of the squares of all logits of the rows, as a loss, and its gradients by the parameters' names."""
+    """A loss, which is the sum of the squares of all the rows' logits, and its gradients by the parameters' names."""
     loss = torch.zeros((), dtype=torch.float64)
     for row in rows:
         logits = model(**row, use_cache=False).logits
@@ -87,7 +87,7 @@ def loss_and_gradients(
 @pytest.mark.parametrize("family", DECODERS)
 def test_varlen_and_sdpa_give_the_same_loss_and_gradients_of_packed_rows(family: str, checkpointing: bool) -> None:
     """With sdpa, transformers makes a packed row's mask from its `position_ids`."""
-    rows = [packed_row(LENGTHS), packed_row([20])]
+    rows = [packed_row(LENGTHS), packed_row([20])]  # of several samples, and of a single one
     sdpa = make_decoder(DECODERS[family], "sdpa")
     expected_loss, expected_gradients = loss_and_gradients(sdpa, rows)
 
@@ -111,7 +111,8 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_samples_by_themselves(fa
     varlen = make_decoder(DECODERS[family], "varlen")
     loss, gradients = loss_and_gradients(varlen, [row])
 
-    # Not 1e-12 as above: norm layers compute in float32, and round differently for tensors of other shapes.
+    # The tolerance is not 1e-12 as above, because norm layers compute in float32, and round differently for tensors of
+    # other shapes.
     torch.testing.assert_close(loss, expected_loss, rtol=1e-7, atol=0)
     for name, expected in expected_gradients.items():
         assert (gradients[name] - expected).norm() <= 1e-6 * expected.norm() + 1e-9, name
@@ -182,7 +183,8 @@ def test_a_packed_row_without_cu_seq_lens_is_refused() -> None:
         model(row["input_ids"], position_ids=row["position_ids"], use_cache=False)
 
 
-# Decoders for which "varlen" would compute something else, and what the error says.
+# Decoders for which "varlen" would compute something else, and a pattern of the error, which says what to use instead:
+# sdpa or eager.
 REFUSED_DECODERS = {
     "a decoder that doesn't pass cu_seq_lens on": (NemotronConfig(**SIZES), "NemotronAttention isn't told .* sdpa"),
     "a decoder that has its window only in the mask": (
@@ -236,7 +238,9 @@ def plain_kernel(
 ) -> tuple[torch.Tensor, ...]:
     """Stands for the kernel, `aten::_flash_attention_forward`, which needs a GPU.
 
-    The function checks what the kernel requires of its arguments, and computes what FlashAttention documents for them.
+    Its parameters are named and ordered as the kernel's. The function checks what the kernel requires of them, and
+    computes what FlashAttention documents.
+
     `query`, `key`, `value` and the first output are `(num_tokens, num_heads, head_dim)`. Attention doesn't read the
     kernel's four other outputs.
     """
@@ -256,14 +260,14 @@ def plain_kernel(
     outputs = []
     for start, end in pairwise(cum_seq_q.tolist()):
         positions = torch.arange(end - start)
-        distance = positions - positions[:, None]  # [query, key], positive for keys after the query
+        distance = positions[:, None] - positions  # [query, key], positive for keys before the query
         is_hidden = torch.zeros_like(distance, dtype=torch.bool)
         if is_causal:
-            is_hidden |= distance > 0
+            is_hidden |= distance < 0
         if window_size_left >= 0:
-            is_hidden |= distance < -window_size_left
+            is_hidden |= distance > window_size_left
         if window_size_right >= 0:
-            is_hidden |= distance > window_size_right
+            is_hidden |= distance < -window_size_right
 
         scores = torch.einsum("qhd,khd->hqk", query[start:end], key[start:end]) * scale
         weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
@@ -275,7 +279,7 @@ def plain_kernel(
 
 @pytest.fixture
 def kernel_on_cpu() -> Iterator[None]:
-    """Lets torch call `plain_kernel` where it would call the kernel, for tensors on the CPU."""
+    """Lets torch call `plain_kernel` on the CPU, where it would call the kernel on a GPU."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", plain_kernel, "CPU")
         yield
@@ -287,7 +291,7 @@ def random_states(num_heads: int, seed: int, dtype: torch.dtype = torch.float64)
     As in an attention layer, they are a transposed tensor, so their strides are not those of a new tensor.
     """
     generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(1, sum(LENGTHS), num_heads, 8, generator=generator)
+    states = torch.randn(1, sum(LENGTHS), num_heads, SIZES["head_dim"], generator=generator)
     return states.to(dtype).transpose(1, 2)
 
 

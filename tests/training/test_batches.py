@@ -22,6 +22,7 @@ def test_every_row_is_seen_once_in_an_epoch(num_processes: int, batch_size: int,
 
     samplers = []
     for rank in range(num_processes):
+        # What `Batches` reads of the arguments of a process.
         process: Any = SimpleNamespace(world_size=num_processes, process_index=rank)
         samplers.append(Batches(deal_epoch, process))
 
@@ -52,7 +53,7 @@ def test_a_data_loader_takes_the_batches_of_its_process_and_epoch(num_workers: i
         rows = list(range(10))  # each row is its own number
         return DataLoader(rows, batch_sampler=batches, num_workers=num_workers, collate_fn=list)
 
-    # Batches go to two processes in turn. The first batch of each epoch has one row, the number of the epoch.
+    # Batches go to two processes in turn. The first batch of an epoch has a single row, which is the epoch's number.
     second_process: Any = SimpleNamespace(world_size=2, process_index=1)
     batches = Batches(lambda epoch: [[epoch], [1, 2], [3], []], second_process)
     loader = make_loader(batches)
@@ -67,9 +68,10 @@ def test_a_data_loader_takes_the_batches_of_its_process_and_epoch(num_workers: i
 
 
 def test_one_process_gets_the_batches_of_torchs_samplers() -> None:
-    sampler = RandomSampler(range(30), generator=torch.Generator().manual_seed(45))
+    seed = 45
+    sampler = RandomSampler(range(30), generator=torch.Generator().manual_seed(seed))
     expected = list(BatchSampler(sampler, batch_size=4, drop_last=False))
-    assert padded_batches(num_rows=30, batch_size=4, num_processes=1, seed=45) == expected
+    assert padded_batches(num_rows=30, batch_size=4, num_processes=1, seed=seed) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_one_process_gets_the_batches_of_torchs_samplers() -> None:
     [
         # Three batches of 2 rows are 6 rows.
         pytest.param({"global_batch_size": 6}, 3, id="padded"),
-        # All 30 rows together have 377 tokens, which fill two packed rows of 200.
+        # All 30 rows together have 377 tokens, which go into two packed rows of 200. A packed row is a batch.
         pytest.param({"global_batch_size": 30, "packed_length": 200}, 2, id="packed"),
     ],
 )
@@ -86,7 +88,7 @@ def test_the_accumulation_steps_follow_from_the_global_batch(fields: dict[str, A
     rows = Dataset.from_dict({"length": lengths, "num_tiles": [1] * 30})
     args = TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_train_batch_size=2)
     run_args = RunArguments(dataset_name="", stage="align", **fields)
-    batches, accumulation_steps = deal_rows(run_args, args, rows, blank=4)
+    batches, accumulation_steps = deal_rows(run_args, args, rows, blank=4)  # a blank picture has 4 tokens
     assert accumulation_steps == expected_steps
     first_epoch = list(batches)
     row_numbers = [number for batch in first_epoch for number in batch]

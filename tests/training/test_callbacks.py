@@ -29,7 +29,8 @@ def measure_rows(folder: Path, rows: Path) -> list[Record]:
         with Probe(model, inputs, tokens) as probe:
             model.model(**inputs)
         record = probe.record()
-        assert not record.tokens.excluded["sink"].any()  # the diagnostics leave out sinks, which training counts
+        # Training counts sinks, and the diagnostics leave them out, so a sink would make the norms differ.
+        assert not record.tokens.excluded["sink"].any()
         records.append(record)
     return records
 
@@ -41,15 +42,15 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     path = data.with_name("pictures.json")
     path.write_text(json.dumps(rows_with_pictures))
 
-    # The mean norms of image tokens and of text tokens at the decoder's input.
+    # The mean norms of image tokens and of text tokens at the decoder's input, which is the first of `layer_norms`.
     visual_norms = []
     text_norms = []
     for record in measure_rows(composed(), path):
         input_norms = record.layer_norms[0]  # [num_tokens]
         visual_norms.append(input_norms[record.tokens.visual])
         text_norms.append(input_norms[record.tokens.text])
-    visual = torch.cat(visual_norms).mean().item()
-    text = torch.cat(text_norms).mean().item()
+    expected_visual = torch.cat(visual_norms).mean().item()
+    expected_text = torch.cat(text_norms).mean().item()
 
     # Each run has one step on all 24 rows.
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(path)}
@@ -63,10 +64,10 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
         run(tmp_path, **{**fields, **setting}, output_dir=str(tmp_path / name))
         metrics = read_metrics(tmp_path / name)
         step = metrics[0]
-        assert step["norm/visual"] == pytest.approx(visual, rel=1e-5), name
-        assert step["norm/text"] == pytest.approx(text, rel=1e-5), name
-        assert step["norm/ratio"] == pytest.approx(visual / text, rel=1e-5), name
-        # Two of Trainer's figures on the whole run are not logged, since they would be wrong: they count padding, or a
-        # packed row as one sample.
+        assert step["norm/visual"] == pytest.approx(expected_visual, rel=1e-5), name
+        assert step["norm/text"] == pytest.approx(expected_text, rel=1e-5), name
+        assert step["norm/ratio"] == pytest.approx(expected_visual / expected_text, rel=1e-5), name
+        # Two of Trainer's figures on the whole run are not logged, since they would be wrong: `total_flos` counts
+        # padding, and `train_samples_per_second` counts a packed row as one sample.
         summary = metrics[-1]
         assert summary.keys().isdisjoint({"total_flos", "train_samples_per_second"})

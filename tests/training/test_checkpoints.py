@@ -33,7 +33,7 @@ def empty_folder(folder: Path) -> None:
     folder.mkdir()
 
 
-# Ways to damage the folder of a checkpoint, which has another checkpoint, of step 3, beside it.
+# Ways to damage the folder of a checkpoint. Beside this folder lies another checkpoint, of step 3.
 FAULTS: dict[str, Callable[[Path], object]] = {
     "state torn": lambda folder: tear_file(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
@@ -86,7 +86,7 @@ def test_two_runs_do_not_share_a_folder(finished: dict[str, Any], tmp_path: Path
     def hold_lock() -> None:
         with checkpoints.lock_output_dir(out):
             locked.set()
-            time.sleep(60)
+            time.sleep(60)  # until it is killed
 
     other_process = fork.Process(target=hold_lock)
     other_process.start()
@@ -135,7 +135,8 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
     publish = getattr(checkpoints, function_name)
 
     def publish_on_a_disk_that_fills_up(folder: Path, destination: Path) -> None:
-        if destination in (out / "checkpoint-6", out):
+        is_destination_full = destination in (out / "checkpoint-6", out)  # `out` is where the result goes
+        if is_destination_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         publish(folder, destination)
 
@@ -184,7 +185,7 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
     run(tmp_path, **fields)
     optimizer_state = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)
 
-    # The number of tensors that a module has at a weight decay.
+    # For each module and weight decay, the number of the module's tensors that have this weight decay.
     num_tensors: dict[tuple[str, float], int] = {}
     for group in optimizer_state["param_groups"]:
         num_tensors[group["module"], group["weight_decay"]] = len(group["params"])
@@ -194,7 +195,7 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
     }  # fmt: skip
     assert num_tensors["multi_modal_projector", 0.1] == 2  # the weights of two linear layers
     assert num_tensors["multi_modal_projector", 0.0] == 2  # their biases
-    assert num_tensors["multi_modal_projector.norm", 0.0] == 2
+    assert num_tensors["multi_modal_projector.norm", 0.0] == 2  # the norm's weight and bias
     assert ("multi_modal_projector.norm", 0.1) not in num_tensors
     # Llava reads the output of the second of the encoder's three layers, so only what comes before it is trained. A
     # layer has 16 tensors, and the embeddings have 3.
@@ -210,10 +211,11 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
 def test_the_rehearsal_leaves_no_trace(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, accumulation_steps: int
 ) -> None:
-    """Before its first step, a run tries whether the batches with most tokens and with most pictures fit into memory.
+    """A run begins with a rehearsal, which tries whether the largest batches fit into memory.
 
-    The rehearsal's second pass keeps the gradients of its first pass only if training accumulates gradients too.
-    Otherwise the rehearsal would need more memory than training, and refuse runs that fit.
+    The rehearsal has two passes: one over the batch with most tokens, and one over the batch with most pictures. The
+    second pass keeps the gradients of the first only if training accumulates gradients too. Otherwise the rehearsal
+    would need more memory than training, and refuse runs that fit.
     """
     compute_loss = NormLlavaTrainer.compute_loss
     has_gradients = []  # for each pass, whether gradients exist at its start

@@ -20,7 +20,7 @@ from training.stages import LearningRates, Stage, prepare_stage
 def make_row(folder: Path, answer: str, *further_turns: str, num_images: int = 1) -> dict[str, Any]:
     """A row that asks "What is it?" of `num_images` pictures, which are written into `folder`.
 
-    The texts after `answer` are further questions and answers in turn.
+    `further_turns` are the texts of further questions and answers, one after the other.
     """
     paths = []
     for number in range(num_images):
@@ -56,9 +56,14 @@ def test_only_answers_of_chat_rows_are_trained(processor: Any, tmp_path: Path) -
     batch = collate_rows(RowTokenizer(processor, processor.chat_template), rows)
 
     end = processor.tokenizer.eos_token
-    space = " " if end == "</s>" else ""  # answers in Vicuna's format start with a space
-    expected = [f"{space}A dog.{end}{space}Yes, a dog.{end}", f"{space}Text alone.{end}", f"{space}Two.{end}"]
-    for labels, answers in zip(batch["labels"], expected, strict=True):
+    is_vicuna = end == "</s>"
+    space = " " if is_vicuna else ""  # answers in Vicuna's format start with a space
+    answers_of_rows = [
+        f"{space}A dog.{end}{space}Yes, a dog.{end}",
+        f"{space}Text alone.{end}",
+        f"{space}Two.{end}",
+    ]
+    for labels, answers in zip(batch["labels"], answers_of_rows, strict=True):
         assert processor.tokenizer.decode(labels[labels != -100]) == answers
     is_padding = batch["attention_mask"] == 0
     assert (batch["labels"][is_padding] == -100).all()
@@ -84,7 +89,7 @@ def test_plain_rows_are_a_picture_a_caption_and_a_line_break(processor: Any, tmp
     template = plain_template(processor.tokenizer, processor.image_token)
     rows = [make_row(tmp_path, "A dog."), make_row(tmp_path, "A black cat.")]
     batch = collate_rows(RowTokenizer(processor, template), rows)
-    bos = processor.tokenizer.bos_token or ""
+    bos = processor.tokenizer.bos_token or ""  # not every tokenizer has one
     decoded = processor.tokenizer.decode(batch["input_ids"][1])  # the longer row, without padding
     assert decoded == f"{bos}{processor.image_token * 4}A black cat.\n"
     labels = batch["labels"][0]
@@ -145,7 +150,7 @@ def test_a_batch_without_rows_is_a_blank_picture(model: NormLlavaForConditionalG
     """A process for which no rows are left gets such a batch. The model can still run on it."""
     processor = AutoProcessor.from_pretrained(model.name_or_path)
     batch = collate_rows(RowTokenizer(processor, processor.chat_template), [], packed)
-    assert (batch["labels"] == -100).all()
+    assert (batch["labels"] == -100).all()  # nothing is trained
     assert (batch["input_ids"] == processor.image_token_id).sum() == 4
     assert model(**batch, use_cache=False).logits.isfinite().all()
 

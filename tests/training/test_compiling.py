@@ -39,7 +39,7 @@ def load_model(folder: Path, checkpointed: bool = False) -> Any:
     return model
 
 
-def train_on_rows(model: Any, length: int, num_padding: int) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(model: Any, length: int, num_padding: int) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and gradients of a batch of two rows of random tokens.
 
     The first row ends with `num_padding` tokens that the attention mask hides.
@@ -49,6 +49,7 @@ def train_on_rows(model: Any, length: int, num_padding: int) -> tuple[float, dic
     attention_mask = torch.ones_like(input_ids)
     attention_mask[0, length - num_padding :] = 0
     logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+    # Any loss will do. This one compares the logits at each position with the token at that position, not the next.
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
     model.zero_grad()
     loss.backward()
@@ -56,7 +57,7 @@ def train_on_rows(model: Any, length: int, num_padding: int) -> tuple[float, dic
     return loss.item(), gradients
 
 
-# Lengths of rows and numbers of padding tokens, for `train_on_rows`.
+# Lengths of rows and numbers of padding tokens, for `loss_and_gradients`.
 ROW_SIZES = ((16, 0), (16, 3), (23, 1), (40, 0), (77, 5), (64, 0))
 
 
@@ -64,10 +65,10 @@ ROW_SIZES = ((16, 0), (16, 3), (23, 1), (40, 0), (77, 5), (64, 0))
 @pytest.mark.parametrize("text", ["qwen2", "gemma3"])  # Gemma's layers differ: some have a sliding window
 def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: str, checkpointed: bool) -> None:
     model = load_model(composed(text=text), checkpointed).double()
-    expected_results = [train_on_rows(model, length, num_padding) for length, num_padding in ROW_SIZES]
+    expected_results = [loss_and_gradients(model, length, num_padding) for length, num_padding in ROW_SIZES]
 
     compile_layers(decoder_layers(model), backend="eager")
-    results = [train_on_rows(model, length, num_padding) for length, num_padding in ROW_SIZES]
+    results = [loss_and_gradients(model, length, num_padding) for length, num_padding in ROW_SIZES]
     for (loss, gradients), (expected_loss, expected_gradients) in zip(results, expected_results, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-10)
         assert gradients.keys() == expected_gradients.keys()
@@ -84,21 +85,21 @@ def test_hooks_on_layers_are_always_called_and_hooks_inside_layers_only_in_eval_
 ) -> None:
     model = load_model(composed())
     compile_layers(decoder_layers(model), backend="eager")
-    train_on_rows(model, length=16, num_padding=0)  # compiles the layers before they have hooks
+    loss_and_gradients(model, length=16, num_padding=0)  # compiles the layers before they have hooks
 
     calls: list[str] = []
     for layer in decoder_layers(model):
         layer.register_forward_pre_hook(lambda *args: calls.append("before"))
         layer.mlp.register_forward_hook(lambda *args: calls.append("inside"))
         layer.register_forward_hook(lambda *args: calls.append("after"))
-    train_on_rows(model, length=16, num_padding=0)
+    loss_and_gradients(model, length=16, num_padding=0)
     assert calls == ["before", "after"] * 2  # the model has two layers
 
     # In eval mode layers run uncompiled.
     calls.clear()
     num_graphs = counters["stats"]["unique_graphs"]
     model.eval()
-    train_on_rows(model, length=16, num_padding=0)
+    loss_and_gradients(model, length=16, num_padding=0)
     assert calls == ["before", "inside", "after"] * 2
     assert counters["stats"]["unique_graphs"] == num_graphs
 
@@ -112,7 +113,7 @@ def count_saved_elements(model: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(record_size, lambda tensor: tensor):
-        model(input_ids=torch.full((2, 64), 5), use_cache=False)
+        model(input_ids=torch.full((2, 64), 5), use_cache=False)  # 5 is any token of text
     return sum(sizes)
 
 
@@ -148,8 +149,9 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 ALIGN = {"stage": "align", "vision_learning_rate": None}
 ADAPT = {"stage": "adapt", "vision_learning_rate": None, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.2}
 CHECKPOINTED = {"gradient_checkpointing": True}
-# Packed rows have attention "varlen" by default, which isn't compiled on a CPU. It breaks the graph of a layer, and a
-# checkpointed layer isn't compiled at all, because torch can't break its graph. So most runs have sdpa.
+# Packed rows have attention "varlen" by default, which isn't compiled on a CPU: it breaks the graph of a layer into
+# parts. A checkpointed layer with "varlen" isn't compiled at all, because torch can't break its graph. So most packed
+# runs have sdpa.
 PACKED_WITH_SDPA = {**PACKED, "attn_implementation": "sdpa"}
 # Recipe fields of runs, beside those of INSTRUCT and COMPILED.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -166,10 +168,10 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 # Arguments of the fixture `composed`, for runs that start from another model than the usual one.
 MODELS: dict[str, dict[str, Any]] = {"key adapters": {"key_adapter_rank": 4}, "tied embeddings": {"text": "gemma3"}}
-# The most graphs that a run may need. It needs parts of graphs with "varlen", and in all other runs one graph for rows
-# with a mask, and one for rows without.
-MAX_GRAPHS_OF_VARLEN = 7
+# The most graphs that a run may need: one for rows with a mask, and one for rows without. With "varlen" a run needs
+# more, because each part of a broken graph is a graph.
 MAX_GRAPHS = 2
+MAX_GRAPHS_OF_VARLEN = 7
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_a_compiled_run_logs_and_saves_what_an_uncompiled_one_does(
     for line, expected in zip(read_metrics(compiled), read_metrics(uncompiled), strict=True):
         assert line.keys() == expected.keys()
         for name in expected:
-            if not name.endswith(("runtime", "_per_second")):
+            if not name.endswith(("runtime", "_per_second")):  # times differ
                 assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
     # The compiled run saves the same files, and weights under their own names, without torch.compile's `_orig_mod`.

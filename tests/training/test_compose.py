@@ -93,8 +93,8 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
 
-    # The text's norm is the mean norm of the embeddings as the decoder gets them. Embeddings of zeros, such as that of
-    # padding, don't count.
+    # The text's norm is the mean norm of the embeddings as the decoder gets them. Embeddings that are all zeros don't
+    # count, such as the embedding of padding.
     language_model = AutoModelForCausalLM.from_pretrained(backbones(text))
     embeddings = language_model.get_input_embeddings().weight.detach().double()
     if text == "gemma3":
@@ -108,8 +108,10 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     torch.testing.assert_close(gain, torch.full_like(gain, text_norm / 32**0.5))
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
+    # Without the norm layer, image tokens would start at the norm of this layer's input. With DINOv2 that norm is not
+    # always so large.
     if vision != "dinov2":
-        assert norms["norm_input"] > 2 * norms["text"]  # without the norm layer, tokens would start at this norm
+        assert norms["norm_input"] > 2 * norms["text"]
 
 
 @pytest.mark.parametrize(("vision", "text"), FAMILIES)
@@ -207,12 +209,15 @@ OWN_TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("system", ["{{ raise_exception('no system') }}", ""], ids=["refused", "left out"])
-def test_a_chat_format_without_system_messages_is_kept(backbones: Callable[[str], Path], system: str) -> None:
-    """If the language model's template refuses or drops system messages, ours puts them before the user's message."""
+@pytest.mark.parametrize("on_system", ["{{ raise_exception('no system') }}", ""], ids=["refused", "left out"])
+def test_a_chat_format_without_system_messages_is_kept(backbones: Callable[[str], Path], on_system: str) -> None:
+    """The language model's template refuses system messages, or leaves them out. `on_system` is its code for them.
+
+    The composed model's template puts a system message's text before the user's.
+    """
     tokenizer = AutoTokenizer.from_pretrained(backbones("vicuna"))
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'system' %}" + system + "{% else %}"
+        "{% for m in messages %}{% if m['role'] == 'system' %}" + on_system + "{% else %}"
         "{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endif %}{% endfor %}"
         "{{ '<|assistant|>\n' if add_generation_prompt }}"
     )
@@ -220,6 +225,7 @@ def test_a_chat_format_without_system_messages_is_kept(backbones: Callable[[str]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
     our_template = chat_template(tokenizer, "<image>")
     rendered = tokenizer.apply_chat_template(messages, chat_template=our_template, tokenize=False)
+    # Whether a text begins with the BOS token is not tested.
     assert rendered.removeprefix("<s>") == "<|user|>\nBe brief.\n\nWhat?</s>\n"
 
 
@@ -239,7 +245,7 @@ def test_a_chat_format_that_is_not_known_is_kept(backbones: Callable[[str], Path
     rendered = tokenizer.apply_chat_template(
         conversation, chat_template=our_template, tokenize=False, add_generation_prompt=True
     )
-    assert rendered.removeprefix("<s>") == expected.removeprefix("<s>")
+    assert rendered.removeprefix("<s>") == expected.removeprefix("<s>")  # "<s>" is the BOS token
 
     # A picture is on a line of its own. The mask marks the answer with the token that ends it.
     question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
@@ -253,7 +259,7 @@ def test_a_chat_format_that_is_not_known_is_kept(backbones: Callable[[str], Path
     assert "<image>\nWhat?" in tokenizer.decode(encoded["input_ids"])
 
 
-# Chat templates that ours can't imitate.
+# Chat templates whose formats a composed model can't keep.
 OTHER_TEMPLATES = {
     "no template": None,
     "no token ends an answer": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
@@ -346,10 +352,10 @@ def test_a_projector_without_a_norm_can_be_scaled_to_the_texts_norm(parts: tuple
 def test_arguments_that_do_not_fit_are_refused(parts: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="scale_projector scales a projector without a norm"):
         compose(*parts, scale_projector=True)
-    ignored_ratio = "norm_target_ratio is a number above 0, for a norm that starts at"
-    with pytest.raises(UserError, match=ignored_ratio):
+    ratio_message = "norm_target_ratio is a number above 0, for a norm that starts at"
+    with pytest.raises(UserError, match=ratio_message):
         compose(*parts, align_norm=False, norm_target_ratio=2)
-    with pytest.raises(UserError, match=ignored_ratio):
+    with pytest.raises(UserError, match=ratio_message):
         compose(*parts, projector_norm="none", norm_target_ratio=2)
     with pytest.raises(ValueError, match="vision_feature_layer 99: the encoder's are -4 to 3"):
         compose(*parts, vision_feature_layer=99)
@@ -359,7 +365,7 @@ def test_embeddings_of_zeros_do_not_count_for_the_texts_norm(parts: tuple[str, s
     vision, text = parts
     language_model = AutoModelForCausalLM.from_pretrained(text)
     embeddings = language_model.get_input_embeddings().weight.detach()
-    embeddings[300:] = 0  # these have no tokens, as in a vocabulary that is padded to a round number
+    embeddings[300:] = 0  # as in a vocabulary that is padded to a round number with embeddings of no token
     language_model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(text).save_pretrained(tmp_path)
 
@@ -447,20 +453,19 @@ def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
     assert model.config.llava_name_or_path == str(folder)  # the model card names the Llava
 
     # All weights are kept, and only the norm's are added.
-    added_weights = model.state_dict()
-    for name, weight in llava.state_dict().items():
-        assert torch.equal(added_weights.pop(name), weight), name
+    weights = model.state_dict()
+    llava_weights = llava.state_dict()
+    for name, weight in llava_weights.items():
+        assert torch.equal(weights[name], weight), name
+    added_names = weights.keys() - llava_weights.keys()
     inputs = processor(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
     if projector_norm == "none":
-        assert added_weights.keys() == set()
+        assert added_names == set()
         assert model.config.projector_norm_target is None
         with torch.no_grad():
             assert torch.equal(model(**inputs).logits, llava(**inputs).logits)
     else:
-        assert added_weights.keys() == {
-            "model.multi_modal_projector.norm.weight",
-            "model.multi_modal_projector.norm.bias",
-        }
+        assert added_names == {"model.multi_modal_projector.norm.weight", "model.multi_modal_projector.norm.bias"}
         text_norm = interface_norms(model, processor)["text"]
         assert model.config.projector_norm_target == pytest.approx(ratio * text_norm)
 
@@ -469,7 +474,7 @@ def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
 
     model.save_pretrained(tmp_path / "converted")
     loaded_weights = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "converted").state_dict()
-    for name, weight in model.state_dict().items():
+    for name, weight in weights.items():
         assert torch.equal(loaded_weights[name], weight), name
 
 
@@ -484,6 +489,7 @@ def test_a_vision_encoder_is_no_language_model(backbones: Callable[[str], Path])
         load_text_model(str(backbones("siglip2")))
 
 
+# Configs of vision encoders that can't be parts of a composed model.
 OTHER_ENCODERS = {
     "for pictures of any size": Siglip2VisionConfig(**VISION_SIZES, patch_size=14),
     # A convolutional encoder's config has an image size, but no hidden size.
@@ -506,7 +512,7 @@ def test_an_encoder_without_patches_of_one_fixed_picture_size_is_refused(tmp_pat
         (Qwen3MoeConfig(**TEXT_SIZES, num_experts=4), "qwen3_moe.* mixes experts"),
         (Gemma2Config(**TEXT_SIZES, head_dim=8), "logits change by up to .* softcap"),
     ],
-    ids=lambda value: getattr(value, "model_type", ""),
+    ids=["phi", "gpt2", "qwen3_moe", "gemma2"],
 )
 def test_language_models_that_would_give_other_answers_are_refused(
     config: PreTrainedConfig, message: str, parts: tuple[str, str], tmp_path: Path
@@ -514,7 +520,7 @@ def test_language_models_that_would_give_other_answers_are_refused(
     vision, text = parts
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(text).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=rf"(?s){message}"):
+    with pytest.raises(UserError, match=rf"(?s){message}"):  # (?s), because the error has several lines
         compose(vision, str(tmp_path))
 
 
@@ -541,7 +547,7 @@ def test_only_a_llava_checkpoint_is_converted(composed: Callable[..., Path]) -> 
 
 
 def test_an_encoder_with_register_tokens_is_refused(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its output has a class token and four registers before the patches, and Llava can leave out only one token."""
+    """The encoder has a class token and four registers before the patches. Llava can leave out only one token."""
     config = Dinov2WithRegistersConfig(**VISION_SIZES, image_size=28, patch_size=14)
     encoder = Dinov2WithRegistersModel(config)
     encoder.save_pretrained(tmp_path)
@@ -563,7 +569,7 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
     command += [f"--captions={captions}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "text embeddings (T)" in result.stderr
+    assert "text embeddings (T)" in result.stderr  # a row of the table of norms, which the command prints
 
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
@@ -586,10 +592,10 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
         ("--output_dir out --llava_model x --no_align_norm --norm_target_ratio 3", "for a norm that starts at"),
     ],
 )
-def test_options_that_do_not_go_together(
+def test_wrong_options_are_refused(
     options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "file").touch()  # now the folder is not empty
     arguments = options.format(full_folder=tmp_path).split()
     with pytest.raises(SystemExit):
         main(arguments)

@@ -24,14 +24,18 @@ def test_the_console_shows_a_table(
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
 
-    # The run has 8 steps. The table has a line for every second step, which begins with " 2/8 ".
+    # The run has 8 steps. The table has a line for every second step. The first of these lines begins with " 2/8 ".
     table = [line.split() for line in printed.err.splitlines() if re.match(r" +\d/8 ", line)]
     assert [cells[0] for cells in table] == ["2/8", "4/8", "6/8", "8/8"]
     steps = read_steps(tmp_path / "out")
     for cells, step in zip(table, steps, strict=True):
-        assert cells[1] == f"{step['loss']:.4f}"
-        assert cells[3] == f"{step['norm/ratio']:.3f}"
-    assert table[-1][-1] == "0:00:00"  # the time left, in the last column
+        loss = cells[1]
+        norm_ratio = cells[3]
+        assert loss == f"{step['loss']:.4f}"
+        assert norm_ratio == f"{step['norm/ratio']:.3f}"
+    last_line = table[-1]
+    time_left = last_line[-1]
+    assert time_left == "0:00:00"
     # The table doesn't show the gradient's norm in each module, which the run logs.
     assert "grad_norm/" not in printed.err
     assert "grad_norm/" not in printed.out
@@ -60,7 +64,7 @@ def test_ctrl_c_ends_a_run_with_one_line(composed: Callable[..., Path], data: Pa
     os.killpg(process.pid, signal.SIGINT)
 
     _, printed = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    assert process.returncode == 128 + signal.SIGINT  # as shells report a program that a signal has ended
     assert "Traceback" not in printed
     last_line = printed.splitlines()[-1]
     message = r"Stopped\. Resume with the same command and --resume_from_checkpoint true, from checkpoint-\d+\."

@@ -38,8 +38,8 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
 
     Args:
         folder: The folder to write the recipe into.
-        arguments: Arguments of accelerate.
-        script: The script.
+        arguments: Options of `accelerate launch`.
+        script: The script's path in the repository.
         fields: The recipe's fields, beside those of FAST.
 
     Returns:
@@ -57,8 +57,8 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
 def two_processes_on_cpu(name: str, folder: Path, mixed_precision: str = "no") -> tuple[str, str]:
     """Arguments of `launch` for two processes on the CPU.
 
-    accelerate's configuration is training/accelerate/`name`.yaml except for these settings, and is written into
-    `folder`.
+    They name a file of accelerate's configuration, which is written into `folder`. It is
+    training/accelerate/`name`.yaml, except for the number of processes, the precision and the use of the CPU.
     """
     config = yaml.safe_load((ROOT / "training" / "accelerate" / f"{name}.yaml").read_text())
     config |= {"num_processes": 2, "mixed_precision": mixed_precision, "use_cpu": True}
@@ -96,7 +96,8 @@ def assert_same_log(folder: Path, expected_folder: Path, num_steps: int) -> None
     expected_lines = read_metrics(expected_folder)[:-1]
     for line, expected in zip(lines, expected_lines, strict=True):
         for name in expected:
-            if "norm" in name or name in names_to_compare:
+            is_norm = "norm" in name  # of tokens, or of a module's gradient
+            if is_norm or name in names_to_compare:
                 assert line[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-7), name
 
 
@@ -113,7 +114,7 @@ def test_two_processes_train_as_one_and_one_can_resume_their_run(
     assert_same_log(two, one, num_steps=3)  # 30 rows in global batches of 10
     assert_same_weights(two, one, start=composed())
 
-    # One process resumes the run of two.
+    # One process resumes the run of two, which `resume_changed` allows.
     resumed = tmp_path / "resumed"
     shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
     fields |= {"resume_from_checkpoint": True, "resume_changed": True}
@@ -127,8 +128,8 @@ def test_two_processes_train_as_one_and_one_can_resume_their_run(
 def test_losses_are_those_of_one_process(
     composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    # An epoch of 25 rows has three steps of 8 rows, and a last step of one row, for which all processes but one get an
-    # empty batch.
+    # An epoch of 25 rows has three steps of 8 rows, and a fourth step of one row, for which all processes but one get
+    # an empty batch.
     rows = json.loads(data.read_text())[:25]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "image_folder": str(data.parent)}
@@ -166,10 +167,11 @@ def write_shards(data: Path, folder: Path) -> set[str]:
     folder.mkdir()
     bad_rows: set[str] = set()
     for shard, good_rows in enumerate((rows[0:9], rows[9:16], rows[16:22])):
-        # One bad row is near the start of a shard, at the position that is the shard's number, and one is at the end.
-        shard_rows = [*good_rows[:shard], without_answer, *good_rows[shard:], without_picture]
-        last = len(shard_rows) - 1
-        bad_rows |= {f"{folder}, row {shard}.{shard}", f"{folder}, row {shard}.{last}"}
+        # One bad row is near the start of the shard, at another position in each shard. The other is the last row.
+        first_bad = shard
+        shard_rows = [*good_rows[:first_bad], without_answer, *good_rows[first_bad:], without_picture]
+        last_bad = len(shard_rows) - 1
+        bad_rows |= {f"{folder}, row {shard}.{first_bad}", f"{folder}, row {shard}.{last_bad}"}
 
         images = [[row["image"]] if "image" in row else [] for row in shard_rows]
         columns = {
@@ -213,13 +215,14 @@ PADDED_AND_EVALUATED = {
 }  # fmt: skip
 
 
-# After step 3, the last one, only the final model is left to save.
+# `resumed_after` has the steps from whose checkpoints the run is resumed. After step 3, the last one, the resumed run
+# only has to save the final model.
 @pytest.mark.parametrize(
     ("text", "kind_fields", "resumed_after"),
     [
         pytest.param("qwen2", PACKED, [2], id="packed"),
         pytest.param("qwen2", PACKED, [3], marks=pytest.mark.slow, id="packed, the last save"),
-        # Gemma's head is its embeddings.
+        # Gemma's head and its embeddings are the same tensor.
         pytest.param("gemma3", PADDED_AND_EVALUATED, [2, 3], marks=pytest.mark.slow, id="evaluated, tied head"),
     ],
 )
@@ -291,7 +294,8 @@ def test_two_processes_with_compiled_layers_train_as_one_without(
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     fields |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     script = FSDP_ON_CPU if config_name == "fsdp2" else "training/sft.py"
-    launch(tmp_path, *two_processes_on_cpu(config_name, tmp_path), script=script, **fields, output_dir=str(two))
+    two_processes = two_processes_on_cpu(config_name, tmp_path)
+    launch(tmp_path, *two_processes, script=script, **fields, output_dir=str(two))
     assert_same_log(two, one, num_steps=3)
     if config_name == "fsdp2":  # the other run saves an adapter, no whole model
         assert_same_weights(two, one, start=composed())

@@ -21,7 +21,7 @@ from script_runs import INSTRUCT, PACKED, changed_weights, read_metrics, read_st
 from training import sft
 
 
-# Evaluate every two steps, and at the end.
+# Recipe fields of an evaluation every two steps, and at the end.
 EVERY_TWO_STEPS = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
 QLORA = {"stage": "adapt", "load_in_4bit": True, "bf16": True, "lora_dropout": 0.3}
 # The longest of the fixture's held-out rows need more than the 120 tokens of PACKED.
@@ -30,7 +30,10 @@ PACKED_LONGER = {**PACKED, "packed_length": 260}
 
 @pytest.fixture(scope="session")
 def held_out(data: Path) -> Path:
-    """The path of 11 rows with one to three answers of very different lengths. Rows 0, 1 and 10 have no picture."""
+    """The path of 11 rows with one to three answers. Some first answers are far longer than others.
+
+    Rows 0, 1 and 10 have no picture.
+    """
     rows = json.loads(data.read_text())[2:13]
     more = [{"from": "human", "value": "More?"}, {"from": "gpt", "value": "No."}]
     for number, row in enumerate(rows):
@@ -57,9 +60,9 @@ def read_evaluations(folder: Path) -> list[dict[str, float]]:
 
 
 def plain_losses(folder: Path, held_out: Path, is_align: bool) -> tuple[float, float]:
-    """The mean loss of a token, and the same with blank pictures, without the code of training.
+    """The mean loss of a token with the rows' pictures, and the mean loss with blank pictures.
 
-    The model runs on one row after the other, and torch computes the loss.
+    Both are computed without the code of training: the model runs on one row after the other.
 
     Args:
         folder: The model's folder.
@@ -126,28 +129,28 @@ def test_the_losses_are_those_of_a_plain_computation(
     run(tmp_path, **fields, output_dir=str(out))
 
     evaluations = read_evaluations(out)
-    assert [line["step"] for line in evaluations] == [2, 3]
+    assert [evaluation["step"] for evaluation in evaluations] == [2, 3]
     last = evaluations[-1]
     loss, loss_blank = plain_losses(out, held_out, is_align)
     assert last["eval/loss"] == pytest.approx(loss, rel=1e-5)
     assert last["eval/loss_blank"] == pytest.approx(loss_blank, rel=1e-5)
-    assert abs(loss - loss_blank) > 1e-4  # far enough apart that a test can tell them from each other
+    assert abs(loss - loss_blank) > 1e-4  # so far apart that taking one for the other would fail above
     assert f"held out: loss {loss:.4f}, with blank pictures {loss_blank:.4f}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stage", [INSTRUCT, QLORA], ids=["instruct", "4 bits"])
+@pytest.mark.parametrize("stage_fields", [INSTRUCT, QLORA], ids=["instruct", "4 bits"])
 def test_training_is_the_same_with_evaluation_and_without(
-    fields: dict[str, Any], tmp_path: Path, stage: dict[str, Any]
+    fields: dict[str, Any], tmp_path: Path, stage_fields: dict[str, Any]
 ) -> None:
-    if stage is QLORA:
+    if stage_fields is QLORA:
         pytest.importorskip("bitsandbytes")
-    fields |= stage
+    fields |= stage_fields
     without = tmp_path / "without"
     evaluated = tmp_path / "evaluated"
     run(tmp_path, **{**fields, "eval_dataset_name": None}, output_dir=str(without))
     run(tmp_path, **fields, **EVERY_TWO_STEPS, eval_on_start=True, output_dir=str(evaluated))
 
-    file_name = "model.safetensors" if stage is INSTRUCT else "adapter_model.safetensors"
+    file_name = "model.safetensors" if stage_fields is INSTRUCT else "adapter_model.safetensors"
     assert changed_weights(without, evaluated, file_name) == set()
     assert read_steps(evaluated) == read_steps(without)
 
@@ -222,7 +225,7 @@ def test_the_best_checkpoint_is_kept(fields: dict[str, Any], tmp_path: Path, sav
 def test_two_processes_measure_the_same_losses_as_one(
     fields: dict[str, Any], tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    # The 11 held-out rows don't fill batches of 3, and some batches of the two processes have no picture.
+    # The 11 held-out rows don't fill batches of 3. With two processes, some batches have no picture.
     settings = {**fields, **INSTRUCT, **EVERY_TWO_STEPS, **packing, "global_batch_size": 10}
     if not packing:
         settings["per_device_train_batch_size"] = 5
@@ -230,7 +233,7 @@ def test_two_processes_measure_the_same_losses_as_one(
     two = tmp_path / "two"
     launch(tmp_path, "--cpu", **settings, output_dir=str(one))
     if not packing:
-        settings["per_device_eval_batch_size"] = 1
+        settings["per_device_eval_batch_size"] = 1  # the losses must not depend on the size of a batch
     launch(tmp_path, *TWO_PROCESSES, **settings, output_dir=str(two))
 
     evaluations = read_evaluations(two)

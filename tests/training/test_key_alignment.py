@@ -1,7 +1,8 @@
 """The losses on attention keys (training/key_alignment.py), and runs that train key adapters with them.
 
-MMD is the distance between the keys of visual and of text tokens. The Gram distance is how far keys have moved among
-each other from those of the original `k_proj`. The weighted sum of both is called the penalty.
+MMD, the maximum mean discrepancy, is the distance between the keys of visual and of text tokens. The Gram distance is
+how far the angles between keys have moved from those of the original `k_proj`. The weighted sum of both is called the
+penalty.
 """
 
 import json
@@ -31,7 +32,7 @@ from training.merge import merge  # noqa: E402
 from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 
 
-# The factors s in the kernels of MMD.
+# The bandwidths s of MMD's kernels, whose formula is in `plain_mmd`.
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 ADAPT: dict[str, Any] = {"stage": "adapt", "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
 
@@ -39,7 +40,7 @@ ADAPT: dict[str, Any] = {"stage": "adapt", "lora_r": 4, "lora_alpha": 8, "learni
 def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """The mean over heads of MMD², summed pair by pair, with the mean of the kernels exp(-|x - y|² / (s σ²)).
 
-    σ² is the mean squared distance between two keys, and s is each of the bandwidths.
+    σ² is the mean squared distance between two keys. There is one kernel for each s in `BANDWIDTHS`.
 
     Args:
         visual, text: Keys, `(num_heads, num_tokens, head_dim)`.
@@ -59,7 +60,7 @@ def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     for visual_keys, text_keys in zip(visual, text, strict=True):
         keys = torch.cat([visual_keys, text_keys])
         squared_distances = (keys[:, None] - keys[None]).square().sum(-1)  # [num_tokens, num_tokens]
-        variance = mean_over_pairs(squared_distances).detach()
+        variance = mean_over_pairs(squared_distances).detach()  # σ²
         kernels = [torch.exp(-squared_distances / (bandwidth * variance)) for bandwidth in BANDWIDTHS]
         kernel = torch.stack(kernels).mean(0)
 
@@ -98,6 +99,7 @@ def random_keys(num_tokens: int, seed: int) -> torch.Tensor:
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+# The MMD may compare keys of different numbers of tokens. The Gram distance compares keys of the same tokens.
 @pytest.mark.parametrize(
     ("loss_function", "plain_function", "num_second"),
     [pytest.param(mmd, plain_mmd, 5, id="mmd"), pytest.param(gram_distance, plain_gram, 7, id="gram distance")],
@@ -113,7 +115,7 @@ def test_losses_and_gradients_follow_the_formulas(loss_function: Loss, plain_fun
     gradients = torch.autograd.grad(loss, (first, second))
     expected_gradients = torch.autograd.grad(expected_loss, (first, second))
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
-        assert expected.abs().max() > 1e-3
+        assert expected.abs().max() > 1e-3  # far above the tolerance
         torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -126,13 +128,13 @@ def test_gradient_alone_adds_a_gradient_but_no_value() -> None:
 
 
 class Batch:
-    """A padded or packed batch of rows, one of which has no picture.
+    """A padded or packed batch of rows. The last row has no picture.
 
     Args:
         folder: The folder of a model.
         data: The path of the fixture `data`, beside which the pictures are.
         packed: Whether the batch is packed.
-        picture_numbers: The pictures of the other rows.
+        picture_numbers: The numbers of the pictures of the other rows. Each of these rows has one picture.
 
     Attributes:
         inputs: Arguments for the model.
@@ -156,7 +158,7 @@ class Batch:
         input_ids = self.inputs["input_ids"]
         is_image_token = input_ids == processor.image_token_id
         is_special = torch.isin(input_ids, torch.tensor(processor.tokenizer.all_special_ids))
-        assert is_special.any()  # padding, BOS and delimiters, which are not text tokens
+        assert is_special.any()  # special tokens are padding, BOS and delimiters
         self.text = ~is_special & ~is_image_token
         self.visual = is_image_token
         if not picture_numbers:
@@ -178,13 +180,14 @@ def with_key_adapters(composed: Callable[..., Path], tmp_path: Path) -> Callable
         for name, parameter in model.named_parameters():
             if name.endswith("key_adapter.up"):
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-        model.save_pretrained(tmp_path / "moved")
-        AutoProcessor.from_pretrained(composed(text=text)).save_pretrained(tmp_path / "moved")
-        return tmp_path / "moved"
+        model.save_pretrained(tmp_path / "key_adapters")
+        AutoProcessor.from_pretrained(composed(text=text)).save_pretrained(tmp_path / "key_adapters")
+        return tmp_path / "key_adapters"
 
     return folder
 
 
+# The weights of both losses in the penalty.
 MMD_WEIGHT = 0.3
 GRAM_WEIGHT = 0.7
 
@@ -195,6 +198,11 @@ def load_with_alignment(folder: Path) -> tuple[NormLlavaForConditionalGeneration
     add_adapters(model, rank=2, alpha=4)
     processor = AutoProcessor.from_pretrained(folder)
     return model.train(), KeyAlignment(model, processor, mmd_weight=MMD_WEIGHT, gram_weight=GRAM_WEIGHT)
+
+
+def add_over_processes(sums: torch.Tensor) -> torch.Tensor:
+    """The sums over all processes, for `KeyAlignment.collect`. Here a single process has all of them."""
+    return sums
 
 
 def keys_by_head(keys: torch.Tensor, attention: Any, with_norm: bool) -> torch.Tensor:
@@ -230,7 +238,7 @@ def plain_penalty(model: NormLlavaForConditionalGeneration, batch: Batch, with_n
     total = torch.zeros((), dtype=torch.double)
     for attention, (hidden_states, keys) in zip(attentions, calls, strict=True):
         with torch.no_grad():
-            # The reference are the keys of the original `k_proj`, without the key adapter.
+            # The reference is what the original `k_proj` gives, without the key adapter.
             reference = attention.k_proj.base(hidden_states)
             visual_reference = keys_by_head(reference[batch.visual], attention, with_norm)
             text_reference = keys_by_head(reference[batch.text], attention, with_norm)
@@ -267,7 +275,7 @@ def test_the_penalty_follows_its_formula(
     assert penalty.dtype == torch.double
     assert penalty.item() == pytest.approx(expected_penalty.item(), rel=1e-9)
     nonzero_gradients = [gradient for gradient in gradients if gradient is not None and gradient.any()]
-    assert len(nonzero_gradients) > 10
+    assert len(nonzero_gradients) > 10  # with few of them the comparison below would show little
     tolerance = 1e-6 if text == "gemma3" else 1e-12  # Gemma's norms compute in float32
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
         if expected is None:  # the parameter has no part in the penalty
@@ -276,17 +284,17 @@ def test_the_penalty_follows_its_formula(
             torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=tolerance)
 
     # The two losses are logged without their weights. Once collected, they are not logged again.
-    logs = alignment.collect(lambda sums: sums)
+    logs = alignment.collect(add_over_processes)
     weighted_sum = MMD_WEIGHT * logs["key_mmd"] + GRAM_WEIGHT * logs["key_gram"]
     assert weighted_sum == pytest.approx(expected_penalty.item(), rel=1e-9)
-    assert alignment.collect(lambda sums: sums) == {}
+    assert alignment.collect(add_over_processes) == {}
 
 
 def test_the_penalty_leaves_out_sinks(with_key_adapters: Callable[..., Path], data: Path) -> None:
     folder = with_key_adapters()
     model, alignment = load_with_alignment(folder)
     batch = Batch(folder, data, packed=False)
-    # Make a sink, a token with a huge norm, of a text token of the last row.
+    # Make a sink, which is a token with a huge norm, of any text token of the last row.
     text_ids = batch.inputs["input_ids"][-1][batch.text[-1]]
     sink_id = int(text_ids[3])
     model.get_input_embeddings().weight.data[sink_id] *= 1000
@@ -313,7 +321,7 @@ def test_a_pass_in_eval_mode_adds_nothing(with_key_adapters: Callable[..., Path]
     model.eval()
     model(**Batch(folder, data, packed).inputs)
     assert alignment.penalty().item() == 0
-    assert alignment.collect(lambda sums: sums) == {}
+    assert alignment.collect(add_over_processes) == {}
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 ADAPT = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4}
+# `None` takes a field of FAST out of the recipe.
 STREAM = {"dataset_streaming": True, "max_steps": 8, "global_batch_size": None, "gradient_accumulation_steps": 2}
 # The recipe fields of each kind of run. The last kind trains key adapters, so its model has them.
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def run_driver(kind: str, composed: Callable[..., Path], data: Path, folder: Pat
     key_adapter_rank = 4 if "key_mmd_weight" in KINDS[kind] else 0
     fields = {**FAST, **KINDS[kind], "dataset_name": str(data), "save_steps": 3, "logging_steps": 1}
     fields["model_name_or_path"] = str(composed(key_adapter_rank=key_adapter_rank))
-    fields["output_dir"] = "unused"  # the driver gives another on the command line
+    fields["output_dir"] = "unused"  # the driver gives another folder on the command line, which wins
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**fields))
 
@@ -64,7 +65,8 @@ def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
 
     steps = read_steps(killed)
     expected_steps = read_steps(unbroken)
-    assert len(expected_steps) == 8  # steps of 4 rows: more than one epoch of the 30 rows, so a stream has begun anew
+    # Steps of 4 rows: they take more than the 30 rows of an epoch, so a stream has begun anew.
+    assert len(expected_steps) == 8
     for step, expected in zip(steps, expected_steps, strict=True):
         for name in ("step", "epoch", "loss", "num_tokens", "norm/visual"):
             assert step.get(name) == expected.get(name), (event, name)
@@ -88,7 +90,8 @@ def test_a_run_killed_at_many_points_ends_as_the_unbroken_one(
     kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     num_events = train_unbroken(kind, composed, data, tmp_path)
-    interval = 1 if kind == "stage 2, packed" else 4  # one kind is killed at every event, the others at every fourth
+    # One kind of run is killed at every event. The others are killed at every fourth, to save time.
+    interval = 1 if kind == "stage 2, packed" else 4
     events = range(1, num_events + 1, interval)
     run_driver(kind, composed, data, tmp_path, *events)
     for event in events:

@@ -30,5 +30,6 @@ def test_an_error_names_the_model_that_lacks_weights(composed: Callable[..., Pat
 
 
 def test_an_error_that_is_no_users_fault_stays_as_it_is() -> None:
+    """A KeyError, for example, doesn't become a UserError, of which a command prints only the message."""
     with pytest.raises(KeyError), errors_named_after("model"):
         {}["a bug"]

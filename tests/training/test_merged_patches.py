@@ -23,7 +23,10 @@ QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 def merged(
     request: pytest.FixtureRequest, backbones: Callable[[str], Path]
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A model that makes one image token of 2 x 2 patches, with its processor. CLIP's class token is left out."""
+    """A model that merges 2 x 2 patches into one image token, and its processor.
+
+    CLIP's class token, which is no patch, is left out.
+    """
     return compose(str(backbones(request.param)), str(backbones("qwen2")), spatial_merge_size=2)
 
 
@@ -66,7 +69,7 @@ def test_a_saved_model_loads_by_auto_classes(
 def test_the_projector_can_be_aligned(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")), spatial_merge_size=2)
     weight_before = model.model.multi_modal_projector.linear_1.weight.clone()
-    assert weight_before.shape == (32, 4 * 24)  # the projector's input is four patches of width 24
+    assert weight_before.shape == (32, 4 * 24)  # from four patches of width 24 to the decoder's width, 32
 
     rows = []
     for colour in ("black", "white"):

@@ -26,7 +26,7 @@ from training.run import Run
 def stored(data: Path, tmp_path: Path) -> Path:
     """The folder of a dataset of 8 rows, saved by `datasets`, with a split "test" that has only the last row.
 
-    The column of pictures has the pictures themselves, where LLaVA JSON has paths.
+    Its column "image" has the pictures themselves, where the rows of the fixture `data` have paths.
     """
     pictures = []
     conversations = []
@@ -69,12 +69,12 @@ def test_sources_with_columns_of_different_types_are_mixed(
     rows, _, sources = read_sources({"path": str(data)}, {"path": str(stored), "weight": 1.5})
     first, second = sources
     assert first.good_rows == 30
-    assert first.drawn == 30
+    assert first.drawn == 30  # rows that an epoch takes from the source
     assert second.good_rows == 8
     assert second.drawn == 12  # 1.5 times 8
     assert len(rows) == 42
 
-    # Each row is as its source has it. A row's `source` is such as "/tmp/data.json, row 7".
+    # Each row is as its source has it. A row's `source` is, for example, "/tmp/data.json, row 7".
     for row in rows:
         path = data if row["source"].startswith(str(data)) else stored
         number = int(row["source"].split()[-1])
@@ -98,10 +98,10 @@ def test_the_fingerprint_of_a_mixture_depends_on_order_and_weights(
     assert fingerprint(first, {**second, "weight": 1.6}) != expected
 
 
-def test_held_out_rows_are_those_of_the_split_test(stored: Path, tokenize: RowTokenizer, args: TrainingConfig) -> None:
+def test_held_out_rows_come_from_the_split_test(stored: Path, tokenize: RowTokenizer, args: TrainingConfig) -> None:
     run_args = RunArguments(dataset_name=str(stored), eval_dataset_name=str(stored))
     held_out = read_held_out(run_args, args, tokenize)
-    assert len(held_out) == 1
+    assert len(held_out) == 1  # the split "test" has one row, and "train" has 8
 
 
 def test_a_source_can_name_its_split(stored: Path, read_sources: Callable[..., Any]) -> None:
@@ -109,7 +109,7 @@ def test_a_source_can_name_its_split(stored: Path, read_sources: Callable[..., A
     assert len(rows) == 1
 
 
-# Each number is the weight times 30 rows, but at least 1.
+# `num_drawn` is the weight times 30 rows, but at least 1.
 @pytest.mark.parametrize(("weight", "num_drawn"), [(1, 30), (2, 60), (0.3, 9), (2.5, 75), (0.01, 1)])
 def test_a_weight_says_how_often_rows_come(
     data: Path, stored: Path, read_sources: Callable[..., Any], weight: float, num_drawn: int
@@ -120,7 +120,7 @@ def test_a_weight_says_how_often_rows_come(
     assert sources[0].drawn == num_drawn
     assert len(rows) == num_drawn + 8
 
-    # With weight 2.5 each row comes two or three times.
+    # With weight 2.5, for example, each row comes two or three times.
     counts = Counter(rows["source"][:num_drawn])
     assert set(counts.values()) <= {int(weight), int(weight) + 1}
     if weight == 0.3:

@@ -45,7 +45,8 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
         for image_number in range(num_images):
             path = tmp_path / f"{number}-{image_number}.png"
             width = 28 * (number + 1)
-            noise = Image.effect_noise((width, 28), 40 + 20 * number + image_number)
+            strength = 40 + 20 * number + image_number  # no two pictures have the same
+            noise = Image.effect_noise((width, 28), strength)
             noise.convert("RGB").save(path)
             paths.append(str(path))
         question = "<image>\n" * num_images + "What" + " really" * number + "?"
@@ -56,7 +57,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def random_sizes(num_samples: int) -> Dataset:
-    """A length from 700 to 3,700 for each sample, mostly a short one, and a number of pictures' tiles from 0 to 2."""
+    """Random lengths of samples, from 700 to 3,700 tokens and most of them short, with 0, 1 or 2 tiles a sample."""
     generator = torch.Generator().manual_seed(0)
     lengths = 700 + 3000 * torch.rand(num_samples, generator=generator) ** 4
     return Dataset.from_dict({"length": lengths.long().numpy(), "num_tiles": np.arange(num_samples) % 3})
@@ -81,7 +82,7 @@ def loss_and_gradients(
 
     The loss is computed here in float64, because the model itself would compute it in float32.
     """
-    inputs = dict(inputs)
+    inputs = dict(inputs)  # a copy, since entries are changed and taken out
     inputs["pixel_values"] = inputs["pixel_values"].double()
     next_tokens = inputs.pop("labels")[:, 1:]
     # As in training, there is no cache: with a cache, transformers would take a packed row for one sample.
@@ -144,13 +145,14 @@ def test_norms_of_a_blank_picture_are_not_logged(
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).train()
     monitor = InterfaceMonitor(model, processor)
-    monitor.active = True
+    monitor.active = True  # the monitor measures only in steps that are logged
 
     def measure_norms(rows_of_batch: list[dict[str, Any]]) -> dict[str, float]:
         inputs = collate(composed(), rows_of_batch, packed)
         del inputs["labels"]
         model.model(**inputs, use_cache=False)
-        return monitor.collect(lambda sums: sums)  # a single process has nothing to add to its sums
+        # The argument would add up the sums of several processes. Here a single process has all of them.
+        return monitor.collect(lambda sums: sums)
 
     row_without_pictures = rows[1]
     assert "norm/visual" not in measure_norms([row_without_pictures])
@@ -183,7 +185,7 @@ def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_proc
 ) -> None:
     samples_per_step = 16
     packed_length = 5000
-    blank = 729
+    blank = 729  # tokens of a blank picture
     sizes = random_sizes(num_samples)
     lengths = np.array(sizes["length"])
     accumulation_steps = plan_packing(
@@ -191,7 +193,7 @@ def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_proc
     )
 
     def pack_epoch(accumulation_steps: int, seed: int) -> list[list[int]]:
-        """The packed rows of an epoch, each a list of sample numbers."""
+        """The packed rows of the epoch with this seed, each a list of sample numbers."""
         return packed_batches(lengths, samples_per_step, num_processes, accumulation_steps, seed)
 
     def is_too_long(packed_row: list[int]) -> bool:
@@ -210,8 +212,8 @@ def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_proc
     assert len(samples_of_steps) == math.ceil(num_samples / samples_per_step)
     assert len(samples_of_steps) == math.ceil(len(first_epoch) / rows_per_step)
     for step, expected_samples in enumerate(samples_of_steps):
-        first = step * rows_per_step
-        rows_of_step = first_epoch[first : first + rows_per_step]
+        start = step * rows_per_step
+        rows_of_step = first_epoch[start : start + rows_per_step]
         samples = [number for packed_row in rows_of_step for number in packed_row]
         assert sorted(samples) == sorted(expected_samples)
 
@@ -247,7 +249,7 @@ def test_a_packed_row_without_pictures_leaves_room_for_the_blank_picture(
     samples = [tokenize(row) for row in rows_without_pictures]
     lengths = [sample["length"] for sample in samples]
     sizes = Dataset.from_dict({"length": lengths, "num_tiles": [0] * 6})
-    # Two samples fit into a packed row, but not with the four tokens of the blank picture.
+    # Two samples leave room for two more tokens in a packed row, but not for the four of the blank picture.
     packed_length = lengths[0] + lengths[1] + 2
     blank = tokenize.tokens_per_tile
     assert blank == 4

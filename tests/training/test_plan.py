@@ -24,6 +24,7 @@ from training.trainer import NormLlavaTrainer
 
 # The number of samples in a batch.
 SAMPLES = 8
+# The rank of the adapters in stage "adapt".
 LORA_RANK = 4
 # The recipe fields of each stage.
 STAGES = {"align": {"stage": "align"}, "instruct": INSTRUCT, "adapt": {"stage": "adapt", "lora_r": LORA_RANK}}
@@ -88,7 +89,8 @@ def test_planned_memory_is_within_a_tenth_of_the_peak_of_a_run(
     checkpointed: bool,
 ) -> None:
     fields = {**recipe, **STAGES[stage], "dataset_name": str(equal_rows), "gradient_checkpointing": checkpointed}
-    fields |= {"per_device_train_batch_size": SAMPLES, "global_batch_size": 2 * SAMPLES, "save_strategy": "no"}
+    fields |= {"per_device_train_batch_size": SAMPLES, "save_strategy": "no"}
+    fields["global_batch_size"] = 2 * SAMPLES  # two passes a step, so that gradients are kept between passes
     peak, batch = measure_run(monkeypatch, tmp_path, **fields)
     plan = make_plan(fields, batch)
     assert plan.peak - plan.weights == pytest.approx(peak, rel=0.1)
@@ -99,7 +101,8 @@ def is_trained(name: str, stage: str) -> bool:
     if stage in ("align", "adapt"):
         return ".multi_modal_projector." in name
 
-    # Llava reads the output of the second of the encoder's three layers, so what follows is not trained.
+    # Llava reads the output of the second of the encoder's three layers. Layer 2, which is the third layer, and the
+    # modules after it are not trained.
     unread = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "vision_tower.head.")
     return not any(part in name for part in unread)
 
@@ -129,7 +132,8 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     num_trained = sum(sizes)
     num_all = sum(tensor.numel() for tensor in load_weights(composed()).values())
     if stage == "adapt":
-        # PEFT adds the adapters, and trains a copy of the projector, whose original stays.
+        # All trained parameters are new: PEFT adds the adapters, and trains a copy of the projector, whose original
+        # stays in the model.
         num_all += num_trained
     # A number in float32 has 4 bytes.
     assert plan.weights == 4 * num_all
@@ -176,8 +180,8 @@ def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe
         logits = model.lm_head(output.last_hidden_state[:, -num_supervised:])
         logits.sum().backward()
 
-    # Eager attention multiplies whole matrices, of which a causal mask hides half. A head has two products in the
-    # forward pass and four in the backward pass, each of 2 * num_tokens**2 * head_dim FLOPs.
+    # Eager attention multiplies whole matrices. A causal mask hides half of them, which the plan doesn't count. A head
+    # has two products in the forward pass and four in the backward pass, each of 2 * num_tokens**2 * head_dim FLOPs.
     text = config.text_config
     num_heads = text.num_hidden_layers * text.num_attention_heads
     attention_flops = num_heads * 6 * 2 * num_tokens**2 * text.head_dim
@@ -187,7 +191,7 @@ def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe
 
 @pytest.fixture
 def print_report(recipe: dict[str, Any], caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
-    """A function that runs the command with options beside the recipe's, and returns the three lines of its report."""
+    """A function that runs the command on the recipe with further options, and returns its report of three lines."""
     recipe_options = [f"--{name}={value}" for name, value in recipe.items()]
 
     def print_with(*options: str) -> str:
@@ -206,12 +210,13 @@ def test_max_steps_win_over_the_number_of_rows(print_report: Callable[..., str])
 
 def test_a_report_computes_hours_from_the_speed_of_all_devices(print_report: Callable[..., str]) -> None:
     report = print_report("--rows=40", "--tflops=1e-07", "--devices=2")
-    # The first line names what is assumed. The last line is such as "the run: 1e+10 FLOPs, 14.0 hours, devices: 2".
-    pattern = r"assumed: 40 rows of 1024 tokens, 200 supervised, [\s\S]*: (.*) FLOPs, (.*) hours, devices: 2"
-    match = re.fullmatch(pattern, report)
+    # The first line names what is assumed. The last line is, for example, "the run: 1e+10 FLOPs, 14.0 hours,
+    # devices: 2". With DOTALL, the dots also match the line breaks between them.
+    pattern = r"assumed: 40 rows of 1024 tokens, 200 supervised, .*: (.*) FLOPs, (.*) hours, devices: 2"
+    match = re.fullmatch(pattern, report, re.DOTALL)
     flops = float(match[1])
     hours = float(match[2])
-    flops_per_second = 2 * 1e-7 * 1e12  # of two devices, at 1e-7 TFLOP/s each
+    flops_per_second = 2 * 1e-7 * 1e12  # two devices, each with 1e-7 TFLOP/s
     assert hours == pytest.approx(flops / flops_per_second / 3600, rel=0.01)
 
 

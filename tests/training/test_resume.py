@@ -18,7 +18,7 @@ from training.checkpoints import find_checkpoint, steps_done
 from training.run import Run
 
 
-# Recipe fields of runs, beside those of INSTRUCT.
+# Recipe fields of runs, beside those of INSTRUCT. `None` takes a field of INSTRUCT out of the recipe.
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed, second epoch": {**PACKED, "num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6},
@@ -44,11 +44,11 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     broken = tmp_path / "broken"
     run(tmp_path, **fields, output_dir=str(unbroken))
 
-    # The broken run has the first checkpoint, a newer one that isn't complete, since its state is of another step than
-    # 99, and a line of metrics that the kill cut off.
-    first = f"checkpoint-{fields['save_steps']}"
-    shutil.copytree(unbroken / first, broken / first)
-    shutil.copytree(unbroken / first, broken / "checkpoint-99")
+    # The broken run has its first checkpoint, and a newer checkpoint 99, which can't be used, since its state is of
+    # another step. It also has a line of metrics that was cut off when the run was killed.
+    first_checkpoint = f"checkpoint-{fields['save_steps']}"
+    shutil.copytree(unbroken / first_checkpoint, broken / first_checkpoint)
+    shutil.copytree(unbroken / first_checkpoint, broken / "checkpoint-99")
     (broken / "metrics.jsonl").write_text('{"step": 99, "lo')
     with pytest.raises(ValueError, match="already holds a run"):
         run(tmp_path, **fields, output_dir=str(broken))
@@ -60,14 +60,15 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     assert not Run.read(unbroken).environment.resumed
     assert Run.read(broken).environment.resumed
 
-    # The loss is not compared. A logged loss is the mean since the last log; after a restart, only since the restart.
+    # The loss is not compared: a logged loss is the mean over the steps since the last log, and after a restart only
+    # over those since the restart.
     for step, expected in zip(read_steps(broken), read_steps(unbroken), strict=True):
         for name in ("step", "norm/visual", "num_tokens"):
             assert step.get(name) == expected.get(name), name
 
 
 def test_a_run_packed_with_sdpa_goes_on_with_sdpa(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    """Before "varlen", sdpa was the default attention of packed runs, so checkpoints from then go on with sdpa."""
+    """The default attention of packed runs is "varlen", but a checkpoint may be of a run with sdpa."""
     fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
@@ -92,7 +93,7 @@ def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
 ) -> None:
     """The run begins on a CPU that is fast at bfloat16, and is resumed on one that isn't."""
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
-    fields["bf16"] = None  # the machine chooses
+    fields["bf16"] = None  # takes the field out of the recipe, so that the machine's CPU decides
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
@@ -125,8 +126,8 @@ def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}
     assert Run.read(out).arguments["learning_rate"] == 2e-3
 
-    # Resume from checkpoint 3 again, to step 6, and save after each step. Now "2" is the folder of what is moved away,
-    # and `save_total_limit` keeps the newest two checkpoints.
+    # Resume from checkpoint 3 again, to step 6, and save after each step. What is moved away now goes into the folder
+    # "2". `save_total_limit` keeps the newest two checkpoints.
     fields |= {"save_steps": 1, "logging_steps": 1, "save_total_limit": 2}
     run(tmp_path, **fields, max_steps=6)
     second_moved = {"2/checkpoint-5", "2/trainer_state.json"}
@@ -142,7 +143,7 @@ def test_a_run_in_a_folder_with_another_run_does_not_start_from_a_checkpoint_els
         find_checkpoint(copied, str(checkpoint_elsewhere))
 
 
-# Arguments that the weights depend on, with other values than those of the finished run.
+# Arguments on which the weights depend, with other values than in the finished run.
 CHANGED: dict[str, Any] = {
     "learning_rate": 2e-3, "adam_beta2": 0.95, "lr_scheduler_kwargs": {"num_cycles": 2}, "data_seed": 3,
     "neftune_noise_alpha": 5.0, "loss_type": "dft", "warmup_steps": 3,
@@ -155,7 +156,7 @@ def test_a_run_with_other_arguments_is_refused_with_the_differences(finished: di
     with pytest.raises(ValueError, match="belongs to a different run") as error:
         run(copied, **fields)
     assert "  learning_rate: 0.001 before, 0.002 now" in str(error.value)
-    # A line such as the one above stands for each difference, and no other line is indented.
+    # Each difference has a line like the one above, and no other line of the message is indented.
     differences = [line for line in str(error.value).splitlines() if line.startswith("  ")]
     names = {line.split(":")[0].strip() for line in differences}
     assert names == set(CHANGED)
@@ -164,7 +165,10 @@ def test_a_run_with_other_arguments_is_refused_with_the_differences(finished: di
 def test_a_run_resumes_after_changes_that_leave_its_weights_alone(
     finished: dict[str, Any], copied: Path, data: Path
 ) -> None:
-    """The checkpoint is of an older version of this code, the data has moved, and fields for saving have changed."""
+    """The checkpoint is of an older version of this code, the data has moved, and some fields have changed.
+
+    The fields concern saving, workers and the progress bar.
+    """
     record_file = copied / "checkpoint-6" / "run.json"
     record = json.loads(record_file.read_text())
     del record["arguments"]["neftune_noise_alpha"]  # as if the older version didn't have this field
@@ -204,7 +208,7 @@ def test_a_run_killed_before_its_result_is_published_and_not_trained_on(
 ) -> None:
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
-    # With a constant learning rate a further step would change the weights. By default the rate has fallen to 0.
+    # With a constant learning rate, a further step would change the weights. The default rate is 0 by then.
     fields = {**finished, **duration, "lr_scheduler_type": "constant"}
     run(tmp_path, **{**fields, "output_dir": str(unbroken)})
 

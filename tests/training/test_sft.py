@@ -66,7 +66,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     modules = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
     for step in steps:
         assert step["norm/ratio"] == pytest.approx(step["norm/visual"] / step["norm/text"])
-        assert step["learning_rate/vision_tower"] == pytest.approx(step["learning_rate"] / 5)  # 2e-4 and 1e-3
+        assert step["learning_rate/vision_tower"] == pytest.approx(step["learning_rate"] / 5)  # as 2e-4 and 1e-3
         squared_norms = [step[f"grad_norm/{module}"] ** 2 for module in modules]
         assert sum(squared_norms) == pytest.approx(step["grad_norm"] ** 2, rel=2e-4)
 
@@ -117,15 +117,15 @@ def test_each_module_moves_at_its_own_rate(
         assert largest_change == pytest.approx(rate, rel=0.05), name
 
 
-@pytest.mark.parametrize("by_module", [False, True], ids=["all modules together", "by module"])
+@pytest.mark.parametrize("clip_by_module", [False, True], ids=["all modules together", "by module"])
 def test_clipping_by_module_leaves_a_modules_small_gradient_whole(
-    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, by_module: bool
+    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, clip_by_module: bool
 ) -> None:
     # With SGD and a learning rate of 1, a weight changes by its clipped gradient.
     fields |= {**INSTRUCT, **ONE_STEP, "optim": "sgd", "learning_rate": 1.0, "vision_learning_rate": 1.0}
     limit = 0.05
     out = tmp_path / "out"
-    run(tmp_path, **fields, output_dir=str(out), clip_by_module=by_module, max_grad_norm=limit)
+    run(tmp_path, **fields, output_dir=str(out), clip_by_module=clip_by_module, max_grad_norm=limit)
 
     (step,) = read_steps(out)
     before = load_weights(composed())
@@ -137,9 +137,9 @@ def test_clipping_by_module_leaves_a_modules_small_gradient_whole(
         clipped_norm = torch.cat(changes).norm().item()
 
         gradient_norm = step[f"grad_norm/{module}"]
-        expected = gradient_norm * limit / step["grad_norm"]
-        if by_module:
-            expected = min(gradient_norm, limit)
+        expected = gradient_norm * limit / step["grad_norm"]  # clipped by one factor for all modules
+        if clip_by_module:
+            expected = min(gradient_norm, limit)  # a gradient below the limit stays whole
         assert clipped_norm == pytest.approx(expected, rel=0.02), module
 
 
@@ -186,7 +186,8 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
         for name in ("loss", "norm/visual", "norm/text", "grad_norm", "grad_norm/multi_modal_projector", "num_tokens"):
             assert step[name] == pytest.approx(expected[name], rel=1e-4), name
 
-    # The first loss is that of all rows in one batch. `collate` uses the chat template, as stage "instruct" does.
+    # The first loss is that of all rows in one batch. `collate` makes this batch with the chat template, which is that
+    # of stage "instruct" alone.
     if stage is INSTRUCT:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
         batch = collate(composed(), list(load_rows(fields["dataset_name"])))
@@ -194,11 +195,13 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
 
 
 def test_the_commit_in_the_record_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    git_head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     environment = describe_environment("cpu", 1, resumed=False)
-    assert str(environment.commit).removesuffix("-dirty") == head.stdout.strip()
+    # The record of a working tree with changes has "-dirty" after the commit.
+    assert str(environment.commit).removesuffix("-dirty") == git_head.stdout.strip()
 
-    # A copy of this code in a virtual environment, which lies in the repository of another project, has no commit.
+    # This code may also be installed in a virtual environment that lies in the repository of another project. Then the
+    # record has no commit.
     installed = tmp_path / "venv" / "site-packages" / "training"
     installed.mkdir(parents=True)
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
@@ -238,8 +241,8 @@ def test_stage_align_refuses_conversations(composed: Callable[..., Path], data: 
 def test_a_small_step_moves_every_value_in_bfloat16_training(
     composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage: dict[str, Any]
 ) -> None:
-    # Adam's first step changes a weight by the learning rate. If weights were kept in bfloat16, a change of 1e-5 would
-    # be lost: the bfloat16 number next to 0.014 is 6e-5 away.
+    # Adam's first step changes a weight by the learning rate, 1e-5. If weights were kept in bfloat16, the change would
+    # be lost: for a weight of 0.014, for example, the next number in bfloat16 is 6e-5 away.
     fields |= {**stage, **PACKED, **ONE_STEP, "bf16": True, "learning_rate": 1e-5}
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
 
@@ -249,7 +252,7 @@ def test_a_small_step_moves_every_value_in_bfloat16_training(
     if stage is INSTRUCT:
         trained_names += ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
     for name in trained_names:
-        has_changed = (after[name] - before[name]).abs() > 5e-6
+        has_changed = (after[name] - before[name]).abs() > 5e-6  # by at least half of the learning rate
         assert has_changed.float().mean() > 0.98, name
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}  # on a CPU the frozen weights, too
 
@@ -257,7 +260,7 @@ def test_a_small_step_moves_every_value_in_bfloat16_training(
 def test_the_rates_of_other_modules_are_logged_if_the_common_rate_is_zero(
     fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    # The norm has the common rate. `learning_rate` in the log is the common rate too.
+    # The projector's norm has no rate of its own here, so it has the common rate. The log has the common rate, too.
     rates = {"learning_rate": 0.0, "projector_learning_rate": 2e-4}
     run(tmp_path, **{**fields, **ONE_STEP, **rates}, stage="align", output_dir=str(tmp_path / "out"))
     line = read_metrics(tmp_path / "out")[0]

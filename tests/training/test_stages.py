@@ -33,17 +33,18 @@ def test_a_recipes_attention_is_that_of_the_language_model(composed: Callable[..
 
 
 def test_a_padding_token_that_ends_turns_is_trained(composed: Callable[..., Path], tmp_path: Path) -> None:
-    """transformers would give the embedding of the config's padding token no gradient.
+    """Some language models end turns with their padding token, which Trainer saves in the config.
 
-    Some language models end turns with their padding token, which Trainer saves in the config.
+    transformers by itself would give the embedding of the config's padding token no gradient.
     """
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    model.config.text_config.pad_token_id = 6
+    pad_token_id = 6
+    model.config.text_config.pad_token_id = pad_token_id
     model.save_pretrained(tmp_path)
     model = load_for_run(tmp_path, tmp_path, stage="instruct")
-    input_ids = torch.tensor([[5, 6, 7]])
+    input_ids = torch.tensor([[5, pad_token_id, 7]])
     model(input_ids=input_ids, labels=input_ids).loss.backward()
-    assert model.get_input_embeddings().weight.grad[6].any()
+    assert model.get_input_embeddings().weight.grad[pad_token_id].any()
 
 
 def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[..., Path]) -> None:
@@ -87,7 +88,7 @@ def test_checkpointing_does_not_recompute_a_frozen_encoder(
 
     calls = []
     first_layer = model.model.vision_tower.encoder.layers[0]
-    first_layer.self_attn.register_forward_hook(lambda *args: calls.append("attention"))
+    first_layer.self_attn.register_forward_hook(lambda *args: calls.append("forward"))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.testing.assert_close(compute_gradients(), expected_gradients)
     if stage is Stage.ALIGN:  # the encoder is frozen
@@ -100,7 +101,7 @@ def test_a_learning_rate_of_0_is_not_taken_for_a_missing_one(
     model: NormLlavaForConditionalGeneration, tmp_path: Path
 ) -> None:
     fields = {"norm_learning_rate": 0.0, "projector_learning_rate": 0.0}
-    run_args = RunArguments(model_name_or_path="m", dataset_name="d", stage="align", **fields)
+    run_args = RunArguments(model_name_or_path="unused", dataset_name="unused", stage="align", **fields)
     args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     _, groups = prepare_model(model, run_args, args, args.frozen_dtype)
     # Frozen modules have no rate. The projector and its norm have the rate 0, and not the recipe's `learning_rate`.

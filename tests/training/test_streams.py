@@ -1,7 +1,7 @@
 """Streams in training: which process reads which rows, how bad rows are treated, and how a resumed run goes on.
 
-A stream is read by the data loader's workers of each process, or by the process itself if it has no workers. They are
-called readers. Resuming restores the place of each reader in the stream.
+A stream is read by the data loader's workers of each process, or by the process itself if it has no workers. These
+workers and processes are called readers. Resuming restores the place of each reader in the stream.
 """
 
 import json
@@ -28,13 +28,13 @@ Turns = list[dict[str, str]]
 
 
 def is_bad(number: int) -> bool:
-    """Whether row `number` of a shard is bad in these tests, which every fifth row is."""
+    """Whether row `number` of a shard is bad. In these tests every fifth row is."""
     return number % 5 == 4
 
 
 def make_turns(shard: int, number: int) -> Turns:
     """The turns of row `number` of a shard. The question names the row. A bad row has an empty answer."""
-    length = (7 * shard + 3 * number) % 11 + 1  # a length that varies from row to row
+    length = (7 * shard + 3 * number) % 11 + 1  # varies from row to row, between 1 and 11
     answer = "" if is_bad(number) else "x" * length
     return [{"from": "human", "value": f"{shard}.{number}"}, {"from": "gpt", "value": answer}]
 
@@ -68,7 +68,7 @@ WRITERS: dict[str, Callable[[Path, list[int]], Path]] = {"parquet": write_parque
 
 
 def check_answer(row: Row) -> Row:
-    """Stands for the check of training, `RowCheck`. A row with an empty answer is bad."""
+    """Stands for `RowCheck`, by which training checks a row. A row with an empty answer is bad."""
     if not row_turns(row)[1]["value"]:
         raise BadRowError(row["source"], "no answer")
     return row
@@ -82,7 +82,7 @@ def collate_names(rows: list[Row]) -> dict[str, Any]:
 def make_batches(
     path: Path, bad_rows: Any = "skip", process: int = 0, num_processes: int = 1, num_workers: int = 0
 ) -> StreamBatches:
-    """The batches of one process, each of two rows. Bad rows are listed in the folder that `path` is in."""
+    """The batches of one process, each of two rows. The list of bad rows is written into the folder of `path`."""
     args: Any = SimpleNamespace(
         per_device_train_batch_size=2,
         process_index=process,
@@ -112,7 +112,7 @@ def good_row_names(sizes: list[int]) -> list[str]:
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("num_processes", [1, 2, 5, 7])
 def test_each_good_row_is_read_once_by_one_process(tmp_path: Path, kind: str, num_processes: int) -> None:
-    sizes = [19, 14, 17, 16, 18]
+    sizes = [19, 14, 17, 16, 18]  # five shards: with seven processes, there are fewer shards than processes
     path = WRITERS[kind](tmp_path / "rows", sizes)
     names_read = []
     for process in range(num_processes):
@@ -123,9 +123,14 @@ def test_each_good_row_is_read_once_by_one_process(tmp_path: Path, kind: str, nu
     assert sorted(names_read) == sorted(good_row_names(sizes))
 
 
+# The numbers of rows of so many shards that each reader has some.
+MANY_SHARDS = [5] * 40
+
+
 def test_the_place_is_restored_for_the_same_number_of_readers(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows", [5] * 40)
+    path = write_parquet(tmp_path / "rows", MANY_SHARDS)
     make_batches(path, num_workers=2).write_place(tmp_path, is_main_process=True)
+    # An error would be raised if the place didn't fit.
     make_batches(path, num_workers=2).read_place(tmp_path)
 
 
@@ -137,8 +142,8 @@ def test_the_place_is_restored_for_the_same_number_of_readers(tmp_path: Path) ->
 def test_a_place_of_another_number_of_readers_is_refused(
     tmp_path: Path, num_workers: int, num_processes: int, readers: str
 ) -> None:
-    """The message has a list with the number of readers of each process, before and now."""
-    path = write_parquet(tmp_path / "rows", [5] * 40)
+    """The error's message has a list with the number of readers of each process, as saved and now."""
+    path = write_parquet(tmp_path / "rows", MANY_SHARDS)
     make_batches(path, num_workers=2).write_place(tmp_path, is_main_process=True)
     batches = make_batches(path, num_workers=num_workers, num_processes=num_processes)
     with pytest.raises(ValueError, match=re.escape(f"readers of each: [2], now {readers}): resume as before")):

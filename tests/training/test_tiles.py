@@ -23,8 +23,10 @@ from training.compose import compose, describe, main
 
 
 TILE = 28  # pixels of a side; a tile has four image tokens
-# Width and height of the pictures of the rows, and their numbers of tiles where a grid has four at most.
+# The width and height of each picture of the rows.
 SIZES = {"square": (TILE, TILE), "wide": (3 * TILE, TILE), "tall": (TILE, 2 * TILE)}
+# The number of tiles of each picture. The wide picture is cut into three and the tall one into two, and the whole of a
+# picture that is cut is one more tile.
 NUM_TILES = {"square": 1, "wide": 4, "tall": 3}
 
 
@@ -50,12 +52,12 @@ def make_row(*pictures: str) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(composed: Callable[..., Path]) -> Path:
-    """The folder of a model whose pictures are cut into four tiles at most."""
+    """The folder of a model that cuts a picture into four tiles at most."""
     return composed(max_tiles=4)
 
 
 def check_rows(folder: Path, data: Path, max_tiles: int | None = None) -> tuple[Dataset, RowTokenizer]:
-    """The rows with their tokens, and their tokenizer."""
+    """The checked rows, with their tokens, and the tokenizer that gave the tokens."""
     processor = AutoProcessor.from_pretrained(folder)
     tokenize = RowTokenizer(processor, processor.chat_template, max_tiles=max_tiles)
     return tokenize_rows(load_rows(str(data)), RowCheck(tokenize)), tokenize
@@ -63,34 +65,36 @@ def check_rows(folder: Path, data: Path, max_tiles: int | None = None) -> tuple[
 
 def test_the_check_of_rows_counts_the_tokens_of_all_tiles(folder: Path, data: Path) -> None:
     rows, tokenize = check_rows(folder, data)
-    expected = [[1], [4], [3], [1, 4, 3], []]
+    square, wide, tall = NUM_TILES.values()
+    expected = [[square], [wide], [tall], [square, wide, tall], []]  # for each row, the tiles of its pictures
     assert rows["tiles_per_image"][:] == expected
     assert rows["num_tiles"][:] == [sum(tiles) for tiles in expected]
     for row in rows:
+        # `input_ids` has one token for each picture, and `length` counts the four tokens of each tile instead.
         num_images = len(row["tiles_per_image"])
         assert row["length"] == len(row["input_ids"]) - num_images + 4 * row["num_tiles"]
         assert row["length"] == len(tokenize.repeat_at_pictures(row["input_ids"], row))
 
 
 def test_a_run_can_take_fewer_tiles_than_the_model(folder: Path, data: Path) -> None:
-    # The rows are checked anew: what is kept of an earlier check counted up to four tiles.
+    # An earlier check counts up to four tiles. Its result is kept, but must not be taken for a run with one tile.
     check_rows(folder, data)
     rows, tokenize = check_rows(folder, data, max_tiles=1)
     assert rows["tiles_per_image"][:] == [[1], [1], [1], [1, 1, 1], []]
 
     collate = VisionLanguageCollator(tokenize)
-    loaded = load_rows(str(data))
-    batch = collate([loaded[index] | rows[index] for index in (1, 3)])
+    raw_rows = load_rows(str(data))
+    batch = collate([raw_rows[index] | rows[index] for index in (1, 3)])  # rows of one and of three pictures
     assert len(batch["pixel_values"]) == 4
-    assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4 * 4
+    assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4 * 4  # four for each picture
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_batch_is_what_the_processor_makes_of_its_prompts(folder: Path, data: Path, packed: bool) -> None:
+def test_a_batch_is_what_the_processor_makes_of_the_conversation(folder: Path, data: Path, packed: bool) -> None:
     rows, tokenize = check_rows(folder, data)
-    loaded = load_rows(str(data))
+    raw_rows = load_rows(str(data))
     index = 3  # the row with all three pictures
-    batch = VisionLanguageCollator(tokenize, packed)([loaded[index] | rows[index]])
+    batch = VisionLanguageCollator(tokenize, packed)([raw_rows[index] | rows[index]])
 
     processor = tokenize.processor
     pictures = [Image.open(data.parent / f"{name}.png") for name in SIZES]
@@ -99,28 +103,29 @@ def test_a_batch_is_what_the_processor_makes_of_its_prompts(folder: Path, data: 
         {"role": "user", "content": content},
         {"role": "assistant", "content": [{"type": "text", "text": "noise"}]},
     ]
-    prompt = processor.apply_chat_template(messages)
-    expected = processor(images=pictures, text=prompt, return_tensors="pt")
+    text = processor.apply_chat_template(messages)
+    expected = processor(images=pictures, text=text, return_tensors="pt")
     assert torch.equal(batch["input_ids"], expected["input_ids"])
     assert torch.equal(batch["pixel_values"], expected["pixel_values"])
 
 
 def test_a_blank_picture_is_one_tile(folder: Path, data: Path) -> None:
     rows, tokenize = check_rows(folder, data)
-    loaded = load_rows(str(data))
-    batch = VisionLanguageCollator(tokenize)([loaded[4] | rows[4]])  # the row of text alone
+    raw_rows = load_rows(str(data))
+    index = 4  # the row of text alone
+    batch = VisionLanguageCollator(tokenize)([raw_rows[index] | rows[index]])
     assert len(batch["pixel_values"]) == 1
     assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4
 
 
-@pytest.mark.parametrize("batch", [{}, PACKED], ids=["padded", "packed"])
-def test_both_stages_train(folder: Path, data: Path, tmp_path: Path, batch: dict[str, Any]) -> None:
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
+def test_both_stages_train(folder: Path, data: Path, tmp_path: Path, packing: dict[str, Any]) -> None:
     stage1 = tmp_path / "stage1"
     stage2 = tmp_path / "stage2"
     source = {"dataset_name": str(data)}
-    # Stage 1 takes whole pictures, and the model that it saves still cuts them.
+    # Stage 1 takes whole pictures, by `max_tiles`. The model that it saves cuts pictures again, so stage 2 does.
     run(tmp_path, **source, stage="align", max_tiles=1, model_name_or_path=str(folder), output_dir=str(stage1))
-    run(tmp_path, **source, **INSTRUCT, **batch, model_name_or_path=str(stage1), output_dir=str(stage2))
+    run(tmp_path, **source, **INSTRUCT, **packing, model_name_or_path=str(stage1), output_dir=str(stage2))
 
     assert any("language_model" in name for name in changed_weights(stage1, stage2))
     processor = AutoProcessor.from_pretrained(stage2)
@@ -141,7 +146,7 @@ def test_a_projector_is_aligned_on_whole_pictures(backbones: Callable[[str], Pat
     shapes = []
     model.model.vision_tower.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
     align(model, processor, rows, seed=0, steps=1)
-    assert shapes == [(3, 3, TILE, TILE)]
+    assert shapes == [(3, 3, TILE, TILE)]  # one pass: three pictures of three colours, each as one tile
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,7 @@ def test_a_projector_is_aligned_on_whole_pictures(backbones: Callable[[str], Pat
         ({"open_pictures": False}, r"open_pictures must be true: .* their sizes must be known"),
         ({"max_tiles": 0}, r"max_tiles must be 1 or more"),
     ],
-    ids=["more than the model's", "closed pictures", "none"],
+    ids=["more than the model's", "closed pictures", "no tiles"],
 )
 def test_what_a_run_cannot_do_with_tiles_is_refused(
     folder: Path, data: Path, tmp_path: Path, fields: dict[str, Any], message: str

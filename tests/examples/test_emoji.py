@@ -44,7 +44,8 @@ def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
             # multiplies by it does: "/backbone/encoder/layer.0/mlp/fc1/MatMul" for "encoder.layer.0.mlp.fc1.weight".
             tensor_name = f"onnx::MatMul_{len(tensors)}"
             tensors.append(numpy_helper.from_array(weight.numpy().T.copy(), tensor_name))
-            layer = name_in_file.removesuffix(".weight").replace(".", "/").replace("layer/", "layer.")
+            layer_path = name_in_file.removesuffix(".weight").replace(".", "/")
+            layer = layer_path.replace("layer/", "layer.")  # the dot in "layer.0" stays
             nodes.append(helper.make_node("MatMul", ["x", tensor_name], ["y"], name=f"/backbone/{layer}/MatMul"))
         else:
             tensors.append(numpy_helper.from_array(weight.numpy(), f"backbone.{name_in_file}"))

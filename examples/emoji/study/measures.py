@@ -21,9 +21,9 @@ from training.align import embed_captions
 # secondary artist's drawings are only reported.
 PRIMARY = ("twemoji", "emojione")
 SECONDARY = ("openmoji",)
-BATCH_SIZE = 64
-# Pairs of things whose drawings are near copies of each other, as one sees in the drawings that models are trained on.
-# The name on the left counts as the name on the right.
+BATCH_SIZE = 64  # drawings that the vision encoder takes at once
+# Things whose drawings are near copies of each other. They were found among the drawings that models are trained on. A
+# name on the left counts as the name on the right.
 SAME_DRAWING = {
     "ram": "ewe",
     "two hump camel": "camel",
@@ -41,7 +41,7 @@ def read_pictures() -> list[Record]:
 
 
 def drawings_by(artist: str) -> list[Record]:
-    """An artist's drawings. Their order is that of the list, so it is the same in every run."""
+    """An artist's drawings, in the order of pictures.json. So their order is the same in every run."""
     return [record for record in read_pictures() if record["set"] == artist]
 
 
@@ -51,7 +51,7 @@ def all_names() -> list[str]:
 
 
 def is_right(given: str, record: Record) -> bool:
-    """Whether a given name is right for a drawing. The name of a near copy is right too (`SAME_DRAWING`)."""
+    """Whether a given name is right for a drawing. By `SAME_DRAWING`, the name of a near copy is right too."""
     right = record["name"]
     given_counts_as = SAME_DRAWING.get(given, given)
     right_counts_as = SAME_DRAWING.get(right, right)
@@ -59,7 +59,7 @@ def is_right(given: str, record: Record) -> bool:
 
 
 def as_digits(hits: list[bool]) -> str:
-    """One digit for each drawing: 1 where its name was right, otherwise 0."""
+    """A text with one digit for each drawing: "1" if the given name was right, otherwise "0"."""
     return "".join("1" if hit else "0" for hit in hits)
 
 
@@ -127,10 +127,10 @@ def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProc
 
 
 def measure_gain(model: Any) -> float | None:
-    """How much the gain (the weight) of the projector's LayerNorm has grown in training.
+    """How much the gain (the weight) of the LayerNorm behind the projector has grown in training.
 
     Returns:
-        The mean gain divided by the gain at the start; `None` if the model has no LayerNorm there.
+        The mean gain divided by the gain at the start; `None` if the model has no such LayerNorm.
     """
     config = model.config
     if config.projector_norm == "none":
@@ -151,7 +151,8 @@ def read_training(folder: Path, max_grad_norm: float = 1.0) -> dict[str, Any]:
         `losses`: the loss of each logged step.
         `clipped`: for each module, the percentage of logged steps in which its gradient was clipped.
     """
-    steps = pd.read_json(folder / "metrics.jsonl", lines=True).dropna(subset="loss")
+    lines = pd.read_json(folder / "metrics.jsonl", lines=True)
+    steps = lines.dropna(subset="loss")  # the other lines are no training steps
     clipped = {}
     for column in steps.columns:
         if column.startswith("grad_norm/"):

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class PatchClassifier(nn.Module):
-    """The encoder with two linear classifiers, which predict the digit and the colour that each patch is part of."""
+    """The encoder with two linear classifiers. They predict which digit each patch is part of, and the digit's colour."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,11 +3,11 @@
     python -m examples.emoji.gains
 
 An arm is one way to make and train the model. The models were asked to name drawings. gains.png, the first figure of
-README, shows how many more names are right in each arm than in its controls, which are plain Llavas. For trial.png,
-the trained models were also tested with image embeddings of other norms. It shows the right names at each norm.
+README, shows how many more names are right in each arm than in its controls, which are plain Llavas. trial.png shows
+how many names are right when the trained models are tested with image embeddings of other norms.
 
 In the arms' names, T is the mean norm of text embeddings, and GWC (global weight compensation) is the kind of
-LayerNorm that the paper puts behind the projector.
+LayerNorm that the paper puts behind the projector. "No norm" says that there is no such LayerNorm.
 """
 
 import argparse
@@ -115,10 +115,10 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
 
 @styled
 def draw_norms(runs: pd.DataFrame) -> Figure:
-    """Draw each arm's right names (vertical) over the norm of image embeddings in the test, divided by T (horizontal).
+    """Draw a curve for each arm: right names in percent, over the norm of image embeddings divided by T.
 
-    A curve is the mean over seeds, with a 95% t interval. A dotted vertical line stands at the arm's norm after
-    training. The models were tested at this norm times each of `SCALES`.
+    A curve is the mean over seeds, with a 95% t interval. A dotted vertical line of the same colour stands at the norm
+    that image embeddings had after training. The models were tested at this norm times each of `SCALES`.
     """
     figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
     titles = {CONTROL: "no norm", **ARMS}

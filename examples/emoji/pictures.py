@@ -2,8 +2,8 @@
 
     python -m examples.emoji.pictures
 
-The drawings come from npm packages of Iconify. Each artist has a package, called an icon set, and all icon sets have
-the same names for the same things. Two icon sets are held out from training. The command writes these files:
+The drawings come from npm packages of Iconify. Each artist has a package, called an icon set. The sets' names for a
+thing differ only in hyphens and numbers. Two icon sets are held out from training. The command writes these files:
 
 - captions.json has the name of each drawing to train on. compose.py aligns the projector with these names.
 - train.json has the rows of stage 2. As in LLaVA's mixture, some rows have no picture. The answers in these rows are
@@ -219,7 +219,7 @@ def read_icons(package: dict[str, Any]) -> IconSet:
 
 
 def plain_name(name: str) -> str:
-    """A thing's name without hyphens and without a final digit, which is the same in all sets.
+    """A thing's name without hyphens and without a number at its end. This plain name is the same in all sets.
 
     For example, `baby-chick` and `baby-chick-2` both become `babychick`. fxemoji writes names without hyphens, and
     streamline-emojis numbers the icons of a thing that it draws twice.

@@ -56,7 +56,10 @@ def expected_cosine(
 
 
 def balanced_angle(theta_image: torch.Tensor, theta_text: torch.Tensor) -> torch.Tensor:
-    """The angle whose tangent is the geometric mean of the two angles' tangents (Lemma 1)."""
+    """The angle whose tangent is the geometric mean of the two angles' tangents.
+
+    Lemma 1 compares two tokens that turn by these two angles with two tokens that both turn by the returned angle.
+    """
     return (theta_image.tan() * theta_text.tan()).sqrt().atan()
 
 
@@ -166,11 +169,12 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
         return low + (high - low) * torch.rand(num_draws, dtype=torch.float64, generator=generator)
 
     # Lemma 1: for a fixed product of the tangents, the cosine is highest if both tokens turn by the same angle.
-    theta_image = uniform(0.001, math.pi / 2 - 0.001)
-    theta_text = uniform(0.001, math.pi / 2 - 0.001)
-    balanced = balanced_angle(theta_image, theta_text)
+    # The margins of 0.001 keep away from angles whose tangent is 0 or infinite.
+    first_angle = uniform(0.001, math.pi / 2 - 0.001)
+    second_angle = uniform(0.001, math.pi / 2 - 0.001)
+    balanced = balanced_angle(first_angle, second_angle)
     same_direction = torch.ones(1, dtype=torch.float64)
-    cosine_as_drawn = expected_cosine(same_direction, theta_image, theta_text)
+    cosine_as_drawn = expected_cosine(same_direction, first_angle, second_angle)
     cosine_if_balanced = expected_cosine(same_direction, balanced, balanced)
     lemma_fails = cosine_as_drawn > cosine_if_balanced + 1e-12  # more than rounding
 

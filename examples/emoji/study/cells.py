@@ -78,7 +78,7 @@ BLOCK_2 = Block(
     number=2,
     question="What to do: nothing, scale once, or a norm?",
     arms=(NOTHING, SCALED, LAYER_NORM),
-    steps=293,  # as many as the example's recipe takes
+    steps=293,  # as many as the recipe of the emoji example takes
     seeds=range(101, 109),
 )
 # Further seeds of block 2. They run only if the first seeds leave open whether `SCALED` or `LAYER_NORM` is better.

@@ -21,6 +21,7 @@ from training.align import embed_captions
 # secondary artist's drawings are only reported.
 PRIMARY = ("twemoji", "emojione")
 SECONDARY = ("openmoji",)
+MAX_GRAD_NORM = 1.0  # above this norm, the trainer clips the gradient of a module
 BATCH_SIZE = 64  # drawings that the vision encoder takes at once
 # Things whose drawings are near copies of each other. They were found among the drawings that models are trained on. A
 # name on the left counts as the name on the right.
@@ -140,12 +141,11 @@ def measure_gain(model: Any) -> float | None:
     return gain / gain_at_start
 
 
-def read_training(folder: Path, max_grad_norm: float = 1.0) -> dict[str, Any]:
+def read_training(folder: Path) -> dict[str, Any]:
     """Read what the trainer logged.
 
     Args:
         folder: Folder of the trained model.
-        max_grad_norm: The gradient norm above which the trainer clipped the gradient of a module.
 
     Returns:
         `losses`: the loss of each logged step.
@@ -157,6 +157,6 @@ def read_training(folder: Path, max_grad_norm: float = 1.0) -> dict[str, Any]:
     for column in steps.columns:
         if column.startswith("grad_norm/"):
             module = column.removeprefix("grad_norm/")
-            is_clipped = steps[column] > max_grad_norm
+            is_clipped = steps[column] > MAX_GRAD_NORM
             clipped[module] = 100 * float(is_clipped.mean())
     return {"losses": steps["loss"].tolist(), "clipped": clipped}

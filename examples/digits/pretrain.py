@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class PatchClassifier(nn.Module):
-    """The encoder with two linear classifiers. They predict which digit each patch is part of, and the digit's colour."""
+    """The encoder with two linear classifiers. For each patch, one predicts the digit, and the other its colour."""
 
     def __init__(self) -> None:
         super().__init__()

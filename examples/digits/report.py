@@ -34,7 +34,7 @@ from examples.results import draw_answers, record_scores
 logger = logging.getLogger(__name__)
 
 PROBE_SIZE = 64  # pictures of the probe, the rows on which norms are measured
-COMMAND = "python examples/digits/report.py --run_dir runs/digits"
+COMMAND = "python examples/digits/report.py --run_dir runs/digits"  # recorded with the scores
 # Names of the rows of the printed table, which are also keys in report.json.
 ABOUT_PICTURES = "image questions"
 ABOUT_TEXT = "text-only questions"
@@ -202,7 +202,7 @@ def draw_examples(questions: list[SceneQuestion], answers: list[str], path: Path
     the first question that the model answered wrongly. If no answer is wrong, it is that of the eighth scene.
     """
     wrong_numbers = [number for number, question in enumerate(questions) if answers[number] != question.answer]
-    # Each scene has `QUESTIONS_PER_TEST_SCENE` questions, one after the other. These are the first ones' numbers.
+    # The questions of a scene follow each other. These are the numbers of the first eight scenes' first questions.
     first_of_scene = [QUESTIONS_PER_TEST_SCENE * scene for scene in range(8)]
     chosen = first_of_scene[:7]
     if wrong_numbers:

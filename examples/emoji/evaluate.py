@@ -43,7 +43,7 @@ from examples.results import draw_answers, record_scores
 
 logger = logging.getLogger(__name__)
 
-COMMAND = "python -m examples.emoji.evaluate"
+COMMAND = "python -m examples.emoji.evaluate"  # recorded with the results
 CREDIT = "Drawings: Twemoji, © Twitter, Inc. and other contributors, CC BY 4.0. Chosen by lot."
 QUESTIONS = Path(__file__).with_name("questions.txt")
 ENCODER_BATCH = 64  # pictures that the vision encoder takes at once

@@ -19,9 +19,10 @@ def draw_answers(
     Args:
         images: The eight pictures.
         titles: For each picture, the text above it.
-        mistakes: For each picture, the text below it, in red. It is empty if the model's answer is right.
+        mistakes: For each picture, the text below it. It is empty if the model's answer is right. If it isn't empty,
+            it and the title are red.
         path: File of the figure.
-        credit: Who drew the pictures.
+        credit: A line at the bottom that says who drew the pictures.
     """
     figure, axes = plt.subplots(2, 4, figsize=(10, 6))
     for axis, image, title, mistake in zip(axes.flat, images, titles, mistakes, strict=True):
@@ -32,13 +33,13 @@ def draw_answers(
         axis.set(xticks=[], yticks=[], frame_on=False)
 
     figure.text(0.5, 0.01, credit, ha="center", fontsize=7, color="gray")
-    figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)  # the lowest 3% are left to the credit
+    figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)  # leaves the lowest 3% to the credit
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write shares of exact matches into a model's evaluation.json, where they replace earlier ones.
+    """Add shares of exact matches to a model's evaluation.json. An earlier share of the same measurement is replaced.
 
     Args:
         folder: Folder of the model.

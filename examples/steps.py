@@ -49,16 +49,17 @@ def run_steps(steps: Sequence[Step]) -> None:
         if step.is_done:
             logger.info("      done already: %s", step.last_files[0].parent)
             continue
-        require_no_files(steps[number:])  # the steps after this one, as `number` counts from 1
+        later_steps = steps[number:]  # `number` counts from 1, so this begins with the step after `step`
+        require_no_files(later_steps)
         run_step(step)
     logger.info("\n%.0f s in all", time.monotonic() - started)
 
 
 def require_no_files(later_steps: Sequence[Step]) -> None:
-    """Check that no later step has written its last files. They would be outdated once an earlier step runs again.
+    """Check that no later step has written its last files. They would be outdated once the earlier step has run.
 
     Raises:
-        SystemExit: if a later step has written one of them.
+        SystemExit: if one of these files exists.
     """
     outdated = []
     for step in later_steps:
@@ -79,8 +80,8 @@ def run_step(step: Step) -> None:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",  # hides GPUs, so that every machine gives the same numbers
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns in processes that fork
+        "TRANSFORMERS_VERBOSITY": "error",  # hides transformers' warnings
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine
     }
     started = time.monotonic()

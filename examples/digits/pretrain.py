@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class PatchClassifier(nn.Module):
-    """The encoder with two linear classifiers, which predict the digit and the colour that each patch is part of."""
+    """The encoder with two linear classifiers. For each patch, one predicts the digit, and the other its colour."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class PatchClassifier(nn.Module):
         })  # fmt: skip
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The scores of the classes by classifier, `[num_scenes, num_patches, num_classes]`."""
+        """For each classifier, its scores of the classes, `[num_scenes, num_patches, num_classes]`."""
         # Llava reads the hidden states before the encoder's final norm, so these are trained.
         features = self.encoder(pixel_values, output_hidden_states=True).hidden_states[-1]
         normalised = nn.functional.layer_norm(features, (VISION_WIDTH,))
@@ -115,15 +115,15 @@ class PatchClassifier(nn.Module):
 
 
 class PatchBatch(NamedTuple):
-    """A batch of pictures with labels."""
+    """A batch of pictures, with a digit and a colour as the labels of each patch."""
 
     pixel_values: torch.Tensor
     labels: dict[str, torch.Tensor]
-    """By classifier, the class of each patch, `[num_scenes, num_patches]`."""
+    """For each classifier, the right class of every patch, `[num_scenes, num_patches]`."""
 
 
 class PatchData:
-    """Makes batches of random scenes with the digits of a split."""
+    """Makes batches of random scenes."""
 
     def __init__(self, processor: SiglipImageProcessor) -> None:
         self.processor = processor
@@ -132,7 +132,7 @@ class PatchData:
         self.rng = random.Random(1)
 
     def make_batch(self, split: str, num_scenes: int) -> PatchBatch:
-        """A batch of new scenes."""
+        """A batch of new scenes. Their digits are from this split: "train" or "test"."""
         sources = self.sources[split]
         scenes = [make_random_scene(self.rng, sources, self.digits.target) for _ in range(num_scenes)]
         pictures = [render(scene, self.digits.images, self.rng) for scene in scenes]
@@ -205,7 +205,7 @@ def take_step(
     schedule: torch.optim.lr_scheduler.LRScheduler,
     losses: list[torch.Tensor],
 ) -> None:
-    """Take one step of the optimizer on the sum of the losses."""
+    """Take one step of the optimizer and of the schedule, by the sum of the losses."""
     optimizer.zero_grad()
     torch.stack(losses).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -243,8 +243,8 @@ def train_text(rows: list[Row], output_dir: Path) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=TEXT_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = get_cosine_schedule_with_warmup(optimizer, TEXT_WARMUP, TEXT_STEPS)
     for _ in tqdm(range(TEXT_STEPS), desc="Training the language model, and beside it the vision encoder"):
-        # Captions teach the model to look up a place in a description, which it needs for answers too. Chats and
-        # captions have different lengths, so each kind has a batch of its own, which needs less padding.
+        # Captions teach the model to look up a place, such as "northwest", in a description. It needs this for answers
+        # too. Chats and captions have different lengths, so separate batches need less padding.
         chat_batch = pad_batch(rng.sample(chats, TEXT_BATCH), tokenizer.pad_token_id)
         caption_batch = pad_batch(rng.sample(captions, TEXT_BATCH), tokenizer.pad_token_id)
         chat_loss = model(**chat_batch, use_cache=False).loss
@@ -259,10 +259,10 @@ def train_text(rows: list[Row], output_dir: Path) -> str:
 def train_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
     """Train Qwen2's kind of tokenizer with a small vocabulary, in which each word of the scenes is one token."""
     texts = []
-    for row in rows[:500]:  # 500 rows have all words of the scenes many times
+    for row in rows[:500]:  # in 500 rows, each word of the scenes comes up many times
         texts.append(row["caption"])
         texts += [turn["value"] for turn in row["conversations"]]
-    # The words of the chat format, so often that each becomes one token.
+    # These are the words of the chat format. They are repeated so often that each becomes one token.
     texts += ["user assistant system"] * 100
 
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
@@ -281,7 +281,8 @@ def make_language_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     """A language model with random weights.
 
     A Qwen3 is a Qwen2 with normalised queries and keys. With every seed that was tried, a Qwen3 of this size learned
-    within half a minute to look up a place in a description. A Qwen2 with the default rotary base failed with some.
+    within half a minute to look up a place in a description. With some seeds, a Qwen2 with the default rotary base
+    didn't learn it.
     """
     config = Qwen3Config(
         hidden_size=TEXT_WIDTH,
@@ -300,7 +301,7 @@ def make_language_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen3ForCausalLM(config)
-    # Text embeddings get a mean norm of about 0.9: 0.08 times the square root of the width.
+    # With this deviation, text embeddings get a mean norm of about 0.9: 0.08 times the square root of the width, 128.
     nn.init.normal_(model.get_input_embeddings().weight, std=0.08)
     return model
 
@@ -317,7 +318,10 @@ def encode_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
 
 
 def encode_caption(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
-    """The tokens of a row's description and caption. Only the caption's tokens are labels, as in stage 1."""
+    """The tokens of a row's description and caption.
+
+    As in LLaVA's stage 1, a line break ends the caption, and only the caption's tokens are labels.
+    """
     description = tokenizer(row["description"])["input_ids"]
     caption = tokenizer(row["caption"] + "\n")["input_ids"]
     return LabelledText(description + caption, [IGNORED] * len(description) + caption)

@@ -2,8 +2,8 @@
 
     python -m examples.digits.quickstart
 
-It makes the data, trains two small backbones, composes them, trains both stages, and reports the results. Every step
-writes a folder below `runs/digits`. A step is skipped if its folder is complete.
+It makes the data, trains two small backbones, composes them, trains both stages, and reports the results. Each step
+writes into a folder below `runs/digits`. A step is skipped if the files that it writes last exist.
 """
 
 import argparse

@@ -33,14 +33,15 @@ from examples.results import draw_answers, record_scores
 
 logger = logging.getLogger(__name__)
 
-PROBE_SIZE = 64  # pictures on which norms are measured
-COMMAND = "python examples/digits/report.py --run_dir runs/digits"
+PROBE_SIZE = 64  # pictures of the probe, the rows on which norms are measured
+COMMAND = "python examples/digits/report.py --run_dir runs/digits"  # recorded with the scores
 # Names of the rows of the printed table, which are also keys in report.json.
 ABOUT_PICTURES = "image questions"
 ABOUT_TEXT = "text-only questions"
 LANGUAGE_MODEL = "language model before (ceiling)"
 GUESSING = "guessing"
-# The models whose norms are measured, and their folders. The first is "composed" with the projector's norm taken out.
+# The models whose norms are measured, and their folders. The first model is that of the second, but the norm layer
+# behind its projector is taken out.
 WITHOUT_NORM = "composed, norm taken out"
 MODELS = {
     WITHOUT_NORM: "composed",
@@ -77,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the run, and write and print the results."""
-    plt.switch_backend("agg")
+    plt.switch_backend("agg")  # which needs no screen
     run_dir = parse(build_parser(), argv).run_dir
     questions = load_scene_questions(run_dir / "data")
     shares, answers = evaluate_run(run_dir, questions)
@@ -119,8 +120,8 @@ def load_scene_questions(data_dir: Path, split: str = "test") -> list[SceneQuest
 def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[str, Shares], list[str]]:
     """Ask the trained model all questions, once about pictures and once about descriptions.
 
-    The language model as it was before composing is asked about descriptions too. Its share is a ceiling: from a
-    description, the right answer can be read without seeing.
+    The language model as it was before composing is asked about descriptions too. Its share of right answers is a
+    ceiling for the trained model, because a description says in words what a picture shows.
 
     Returns:
         The shares of right answers: for each row of the printed table, guessing included.
@@ -162,7 +163,8 @@ def make_text_prompt(question: SceneQuestion) -> Prompt:
 def share_right(questions: list[SceneQuestion], answers: list[str]) -> Shares:
     """The shares of answers that match exactly.
 
-    The standard error is left out if all answers are right, or all are wrong: an error of 0 would be misleading.
+    The standard error is left out if all answers are right, or all are wrong. It would be 0, as if the share were
+    certain.
     """
     hits_by_kind: defaultdict[str, list[bool]] = defaultdict(list)
     for question, answer in zip(questions, answers, strict=True):
@@ -194,13 +196,13 @@ def record_shares(folder: Path, shares: dict[str, Shares], num_questions: int) -
 
 
 def draw_examples(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
-    """Draw eight pictures, each with a question and the model's answer.
+    """Write a figure of eight pictures, each with a question and the model's answer.
 
-    Seven are the pictures of the first seven scenes, with their first questions. The last one shows the first question
-    that the model answered wrongly. If there is none, it is the picture of the eighth scene.
+    The first seven pictures are those of the first seven scenes, each with its first question. The eighth picture has
+    the first question that the model answered wrongly. If no answer is wrong, it is that of the eighth scene.
     """
     wrong_numbers = [number for number, question in enumerate(questions) if answers[number] != question.answer]
-    # The questions of a scene follow each other.
+    # The questions of a scene follow each other. These are the numbers of the first eight scenes' first questions.
     first_of_scene = [QUESTIONS_PER_TEST_SCENE * scene for scene in range(8)]
     chosen = first_of_scene[:7]
     if wrong_numbers:
@@ -238,7 +240,7 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
 
 
 def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
-    """Measure the norms of tokens, and how far layers turn them, for each of `MODELS`.
+    """For each of `MODELS`, measure the norms of tokens, and how far layers turn the tokens.
 
     Args:
         run_dir: Folder of the quickstart's run.
@@ -254,7 +256,7 @@ def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
             model.model.multi_modal_projector.norm = torch.nn.Identity()
         # `layers=[]` leaves out the measures of attention and keys, which the tables don't show.
         measured = measure(model, processor, probe, label, num_samples=PROBE_SIZE, layers=[])
-        (model_report,) = measured.report.models
+        (model_report,) = measured.report.models  # one model was measured
         summaries[label] = model_report.summary
     return summaries
 
@@ -283,9 +285,10 @@ def render_shares(shares: dict[str, Shares], num_questions: int) -> str:
 def render_norms(summaries: dict[str, Summary]) -> str:
     """The table of norms: a row for each model.
 
-    Its columns are the mean norms of image tokens and of text tokens where they enter the decoder, their ratio, and
-    the gap of cosines in each third of the decoder's layers. The gap compares the cosine between a token before and
-    after a layer: it is the cosine of image tokens less that of text tokens. Above 0, layers turn image tokens less.
+    Its columns are the mean norms of image tokens and of text tokens where they enter the decoder, the ratio of these
+    norms, and the gap of cosines in each third of the decoder's layers. The cosine is that between a token before a
+    layer and the same token after it. The gap is the mean cosine of image tokens less that of text tokens. If the gap
+    is above 0, layers turn image tokens less than text tokens.
     """
     title = f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, image - text':>36}"
     header = f"{'':26}{'image':>10}{'text':>10}{'ratio':>11}"

@@ -28,7 +28,7 @@ PLACES = ("northwest", "northeast", "southwest", "southeast")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 COLOURS = {"red": (255, 60, 60), "green": (60, 220, 60), "blue": (80, 110, 255), "yellow": (240, 220, 50)}
 CELL = 16  # pixels; a scene is two cells wide and high
-DIGIT_SIZE = CELL - 2  # pixels; a digit is moved at random by up to two pixels within its cell
+DIGIT_SIZE = CELL - 2  # pixels; so a digit can be moved at random by up to two pixels within its cell
 SCENES = {"train": 4000, "test": 250}  # number of scenes by split
 TEXT_ROWS = 6000  # rows without pictures, which the language model is trained on before it is composed
 QUESTIONS_PER_ROW = 3
@@ -98,7 +98,7 @@ def write_data(output_dir: Path) -> None:
 
 
 def make_scenes(split: str, rng: random.Random, output_dir: Path) -> list[Scene]:
-    """Make the scenes of a split, and write their pictures."""
+    """Make the scenes of a split ("train" or "test"), and write their pictures."""
     folder = output_dir / "images" / split
     folder.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
@@ -117,7 +117,7 @@ def picture_path(split: str, number: int) -> str:
 
 
 def split_digits() -> dict[str, list[int]]:
-    """By split, the indices of its pictures in scikit-learn's data.
+    """For each split, the indices of its digits' pictures in scikit-learn's data.
 
     Four fifths of the pictures are for training, and one fifth for testing. Each digit's share of the pictures is the
     same in both splits.
@@ -184,7 +184,7 @@ def conversation_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
         turns = make_conversation("<image>", scene, rng)
         rows.append({"id": f"image-{number}", "image": picture_path("train", number), "conversations": turns})
 
-    # As in LLaVA-NeXT's data, some rows have no picture: here one row for every five pictures, a sixth of all rows.
+    # As in LLaVA-NeXT's data, some rows have no picture: here one row for every five rows with a picture.
     num_text_rows = len(scenes) // 5
     for number, scene in enumerate(scenes[:num_text_rows]):
         description = describe(scene, rng)
@@ -211,7 +211,7 @@ def text_rows(rng: random.Random) -> list[Row]:
 
 
 def question_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
-    """The rows of the test: each scene as a picture and in words, with questions, answers and their kinds."""
+    """The rows of the test. Each has a scene as a picture and in words, and questions with their answers and kinds."""
     rows = []
     for number, scene in enumerate(scenes):
         description = describe(scene, rng)
@@ -225,23 +225,23 @@ def question_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
 
 
 def held_out_rows(test: Sequence[Row]) -> list[Row]:
-    """The rows of the test in LLaVA's layout, one row for each question about a picture."""
+    """The test's questions in LLaVA's layout, one row for each question about a picture."""
     rows = []
-    for scene in test:
-        for question in scene["questions"]:
+    for test_row in test:
+        for question in test_row["questions"]:
             turns = make_picture_turns(question["question"], question["answer"])
-            rows.append({"image": scene["image"], "conversations": turns})
+            rows.append({"image": test_row["image"], "conversations": turns})
     return rows
 
 
 def describe(scene: Scene, rng: random.Random) -> str:
-    """A scene in words, its digits in random order. The language model reads this instead of a picture."""
+    """A scene in words, with its digits in random order. The language model reads these words instead of a picture."""
     cells = rng.sample(scene, len(scene))
     return "scene: " + ", ".join(f"{cell.place} {cell.words}" for cell in cells) + "."
 
 
 def make_caption(scene: Scene) -> str:
-    """A scene's caption, its digits always in the order of `PLACES`."""
+    """A scene's caption, in which the digits are always in the order of `PLACES`."""
     return "picture: " + ", ".join(f"{cell.place} {cell.words}" for cell in scene)
 
 

@@ -1,12 +1,13 @@
-"""Shows on the quickstart's parts what tiles are for: pictures whose content is too small once they are squashed.
+"""Shows what tiles are for: pictures whose content becomes too small if each picture is squashed to one square.
 
     python examples/digits/wide.py
 
-The pictures are six times as wide as high. A scene of the quickstart fills a sixth of each, in a random place, and the
-rest is black. One model cuts such a picture into six tiles and a thumbnail, another squashes it to one square, which
-leaves two pixels of a digit's width. Both are trained in the same steps and asked about unseen digits.
+The pictures are six times as wide as high. A scene of the quickstart fills a sixth of each picture, in a random
+position, and the rest is black. One model cuts such a picture into six tiles and a thumbnail. Another model squashes
+it to one square, in which a digit is only two pixels wide. Both models are trained in the same way, and asked about
+unseen digits.
 
-It needs the quickstart's data and backbones. A step is skipped if its folder is complete.
+The command needs the quickstart's data and backbones. A step is skipped if its folder is complete.
 """
 
 import argparse
@@ -31,8 +32,8 @@ from examples.steps import ROOT, Step, run_steps
 logger = logging.getLogger(__name__)
 
 WIDE = RUN / "wide"
-MAX_TILES = 6
-# The stage-2 runs: the folder of each, and the number of tiles that it may cut a picture into.
+MAX_TILES = 6  # the most tiles of a picture, and how many times as wide as high a picture is
+# The runs of stage 2: the folder of each, and the number of tiles that the run may cut a picture into.
 ARMS = {"tiles": MAX_TILES, "squashed": 1}
 # The files of the quickstart's data whose pictures are made wide: rows to train on, and scenes with test questions.
 FILES = ("stage2.json", "test.json")
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the steps that are not done, and the report."""
+    """Run the steps that are not done, and the report; or only the step that `--step` names."""
     step = parse(build_parser(), argv).step
     if step == "data":
         write_data(ROOT / RUN / "data", ROOT / WIDE / "data")
@@ -61,45 +62,57 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def plan_steps() -> list[Step]:
     """All steps: data, composing, stage 1 on the quickstart's captions, stage 2 of both arms, and the report."""
-    steps = [
-        Step("Wide pictures", ["examples/digits/wide.py", "--step", "data"], (WIDE / "data/test.json",)),
-        Step(
-            "Composing with tiles",
-            [
-                *("training/compose.py", "--output_dir", str(WIDE / "composed"), "--max_tiles", str(MAX_TILES)),
-                *("--vision_model", str(RUN / "vision"), "--vision_feature_layer", "-1"),
-                *("--text_model", str(RUN / "text")),
-            ],
-            (WIDE / "composed/processor_config.json",),
-        ),
-        Step(
-            "Stage 1: whole pictures",
-            [
-                *training_command("training/recipes/digits/stage1.yaml"),
-                *("--model_name_or_path", str(WIDE / "composed"), "--output_dir", str(WIDE / "stage1")),
-                *("--max_tiles", "1"),
-            ],
-            (WIDE / "stage1/trainer_state.json",),
-        ),
-    ]
+    make_data = Step(
+        title="Wide pictures",
+        command=["examples/digits/wide.py", "--step=data"],
+        last_files=(WIDE / "data/test.json",),
+    )
+    compose = Step(
+        title="Composing with tiles",
+        command=[
+            "training/compose.py",
+            f"--vision_model={RUN}/vision",
+            "--vision_feature_layer=-1",
+            f"--text_model={RUN}/text",
+            f"--max_tiles={MAX_TILES}",
+            f"--output_dir={WIDE}/composed",
+        ],
+        last_files=(WIDE / "composed/processor_config.json",),
+    )
+    train_stage_1 = Step(
+        title="Stage 1: whole pictures",
+        command=[
+            *training_command("training/recipes/digits/stage1.yaml"),
+            f"--model_name_or_path={WIDE}/composed",
+            "--max_tiles=1",
+            f"--output_dir={WIDE}/stage1",
+        ],
+        last_files=(WIDE / "stage1/trainer_state.json",),
+    )
+    steps = [make_data, compose, train_stage_1]
     for arm, max_tiles in ARMS.items():
-        steps.append(
-            Step(
-                f"Stage 2: {arm}",
-                [
-                    *training_command("training/recipes/digits/stage2.yaml"),
-                    *("--model_name_or_path", str(WIDE / "stage1"), "--output_dir", str(WIDE / arm)),
-                    *("--dataset_name", str(WIDE / "data/stage2.json"), "--max_tiles", str(max_tiles)),
-                ],
-                (WIDE / arm / "trainer_state.json",),
-            )
+        train_arm = Step(
+            title=f"Stage 2: {arm}",
+            command=[
+                *training_command("training/recipes/digits/stage2.yaml"),
+                f"--model_name_or_path={WIDE}/stage1",
+                f"--dataset_name={WIDE}/data/stage2.json",
+                f"--max_tiles={max_tiles}",
+                f"--output_dir={WIDE}/{arm}",
+            ],
+            last_files=(WIDE / arm / "trainer_state.json",),
         )
-    steps.append(Step("Questions about unseen handwriting", ["examples/digits/wide.py", "--step", "report"]))
-    return steps
+        steps.append(train_arm)
+
+    ask = Step(
+        title="Questions about unseen handwriting",
+        command=["examples/digits/wide.py", "--step=report"],
+    )
+    return [*steps, ask]
 
 
 def write_data(source: Path, output_dir: Path) -> None:
-    """Write rows and test questions of the quickstart anew, about wide pictures.
+    """Write the quickstart's rows and test questions again, now about wide pictures.
 
     Args:
         source: The folder of the quickstart's data.
@@ -115,7 +128,7 @@ def write_data(source: Path, output_dir: Path) -> None:
 
 
 def widen(scene_path: Path, path: Path, rng: random.Random) -> None:
-    """Write a picture as wide as `MAX_TILES` scenes, with one scene in a random place."""
+    """Write a picture as wide as `MAX_TILES` scenes, with one scene in a random position."""
     with Image.open(scene_path) as scene:
         picture = Image.new("RGB", (MAX_TILES * scene.width, scene.height))
         picture.paste(scene, (rng.randrange(MAX_TILES) * scene.width, 0))
@@ -133,7 +146,7 @@ def report() -> None:
         folder = ROOT / WIDE / arm
         model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-        processor.image_processor.max_patches = max_tiles
+        processor.image_processor.max_patches = max_tiles  # transformers calls tiles patches
         answers = answer_prompts(model, processor, prompts, f"Answering ({arm})")
         shares[arm] = share_right(questions, answers)
 

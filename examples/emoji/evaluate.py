@@ -1,10 +1,10 @@
-"""Asks the real model about every drawing by the two held-out artists, and prints how often its answers are right.
+"""Asks the emoji example's model about all drawings by two artists, and prints how often its answers are right.
 
     python -m examples.emoji.evaluate
 
-To compare, linear probes on the features of the vision encoder alone are tested on the same drawings. The command
-writes report.json and answers.png into the model's folder. The main results also go into the folder's evaluation.json,
-from which the model's card is made.
+The two artists are held out: the model wasn't trained on their drawings. To compare, linear probes on the features of
+the vision encoder alone are tested on the same drawings. The command writes report.json and answers.png into the
+model's folder. The main results also go into the folder's evaluation.json, from which the model's card is made.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from examples.results import draw_answers, record_scores
 
 logger = logging.getLogger(__name__)
 
-COMMAND = "python -m examples.emoji.evaluate"
+COMMAND = "python -m examples.emoji.evaluate"  # recorded with the results
 CREDIT = "Drawings: Twemoji, © Twitter, Inc. and other contributors, CC BY 4.0. Chosen by lot."
 QUESTIONS = Path(__file__).with_name("questions.txt")
 ENCODER_BATCH = 64  # pictures that the vision encoder takes at once
@@ -82,13 +82,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = evaluate_text(model, processor)
 
     logger.info("%s", render(results))
-    logger.info("perplexity of other text: %(before).2f before, %(after).2f after", text["perplexity"])
+    perplexities = text["perplexity"]
+    logger.info("perplexity of other text: %.2f before, %.2f after", perplexities["before"], perplexities["after"])
     (folder / "report.json").write_text(json.dumps({"results": results, "text": text}, indent=1), encoding="utf-8")
     record_results(folder, results)
 
 
 def record_results(folder: Path, results: Sequence[Result]) -> None:
-    """Write the results for which the model saw the drawing itself into the model's evaluation.json."""
+    """Write the results of the model's answers, without guesses and probes, into the model's evaluation.json."""
     rows = []
     for result in results:
         if result["seen"] == OWN_DRAWING:
@@ -128,9 +129,9 @@ def open_picture(record: Record) -> Image.Image:
 def ask_about_drawings(
     model: Any, processor: Any, records: list[Record], names: list[str]
 ) -> tuple[list[Result], list[str]]:
-    """Ask about each drawing of an artist what it is, what group it belongs to, and whether it shows a certain thing.
+    """Ask what each drawing of an artist is, what group it belongs to, and whether it shows a certain thing.
 
-    What it is, the model says in two ways: by the likeliest of all names, and by a free answer.
+    The model says in two ways what a drawing is: by the likeliest of all names, and by a free answer.
 
     Returns:
         The results.
@@ -144,6 +145,7 @@ def ask_about_drawings(
     name_prompts = [make_prompt(ASK_NAME, image) for image in images_and_blank]
     group_prompts = [make_prompt(ASK_GROUP, image) for image in images_and_blank]
 
+    # Each list of answers ends with the answer for the blank.
     likeliest_names = name_pictures(model, processor, images_and_blank, names)
     free_answers = answer_prompts(model, processor, name_prompts, "free")
     groups = answer_prompts(model, processor, group_prompts, "group")
@@ -165,7 +167,7 @@ def choose_others(num_drawings: int, rng: random.Random) -> list[int]:
     """For each drawing, the number of another drawing, chosen at random."""
     others = []
     for number in range(num_drawings):
-        steps_ahead = rng.randrange(1, num_drawings)
+        steps_ahead = rng.randrange(1, num_drawings)  # never so many that they lead back to the same drawing
         others.append((number + steps_ahead) % num_drawings)
     return others
 
@@ -195,7 +197,7 @@ def score_with_guesses(
 
 
 def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: list[str]) -> list[str]:
-    """For each picture, the likeliest of all names as the model's answer, with the end token after the name."""
+    """For each picture, the name that is likeliest as the model's answer, if the end token follows the name."""
     tokenizer = processor.tokenizer
     answers = [f"{name}{tokenizer.eos_token}" for name in names]
     answer_ids = tokenizer(answers, add_special_tokens=False).input_ids
@@ -233,7 +235,7 @@ def ask_whether_there(
 
 
 def score(artist: str, question: str, seen: str, answers: Sequence[str], right: Sequence[str]) -> Result:
-    """A result: the share of right answers, with Wilson's 95% interval over drawings."""
+    """The share of right answers, with Wilson's 95% interval over drawings. The other fields say what was asked."""
     hits = [answer == right_answer for answer, right_answer in zip(answers, right, strict=True)]
     interval = binomtest(sum(hits), len(hits)).proportion_ci(method="wilson")
     return {
@@ -256,6 +258,7 @@ def probe_encoder(records: list[Record]) -> list[Result]:
     The probes are fitted to the drawings that the model is trained on, and tested on those of the held-out artists.
     """
     states = encode_pictures(records)
+    # Each drawing has the hidden state of the CLS token first, and then those of the patches.
     features_by_kind = {
         "patches": states[:, 1:].mean(dim=1).numpy(),  # [num_drawings, width]
         "CLS": states[:, 0].numpy(),
@@ -287,7 +290,7 @@ def encode_pictures(records: list[Record]) -> torch.Tensor:
         images = [open_picture(record) for record in records[start : start + ENCODER_BATCH]]
         inputs = image_processor(images, return_tensors="pt")
         outputs = encoder(**inputs, output_hidden_states=True)
-        states.append(outputs.hidden_states[-1])
+        states.append(outputs.hidden_states[-1])  # the layer from which the model's projector takes its features
     return torch.cat(states)
 
 
@@ -295,7 +298,7 @@ def encode_pictures(records: list[Record]) -> torch.Tensor:
 
 
 def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
-    """What the model does without pictures, compared with the language model before training.
+    """Test the model without pictures, and compare it with the language model before training.
 
     Returns:
         `perplexity` has the perplexity of text `before` and `after` training. `questions` has questions, and `before`

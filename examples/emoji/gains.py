@@ -4,10 +4,10 @@
 
 An arm is one way to make and train the model. The models were asked to name drawings. gains.png, the first figure of
 README, shows how many more names are right in each arm than in its controls, which are plain Llavas. trial.png shows
-each arm's right names when the norm of image embeddings is changed for the test.
+how many names are right when the trained models are tested with image embeddings of other norms.
 
 In the arms' names, T is the mean norm of text embeddings, and GWC (global weight compensation) is the kind of
-LayerNorm that the paper puts behind the projector.
+LayerNorm that the paper puts behind the projector. "No norm" says that there is no such LayerNorm.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def differences(runs: pd.DataFrame, arm: str, control: str, pair_by: Sequence[st
     """For each pair of a run and its control, the run's score less the control's score.
 
     Args:
-        runs: One row for each run, with the columns `arm`, `score` and those of `pair_by`.
+        runs: One row for each run, with the columns `arm`, `score` and the columns in `pair_by`.
         arm: The arm of the runs.
         control: The arm of their controls.
         pair_by: The columns in which a run and its control agree. A run without a control is left out.
@@ -55,7 +55,7 @@ def differences(runs: pd.DataFrame, arm: str, control: str, pair_by: Sequence[st
     scores = runs.set_index(list(pair_by))
     arm_scores = scores.loc[scores["arm"] == arm, "score"]
     control_scores = scores.loc[scores["arm"] == control, "score"]
-    # pandas subtracts scores with the same index, which is `pair_by`. A run without a partner becomes NaN.
+    # pandas subtracts the scores that agree in the index, which is `pair_by`. A run without a control becomes NaN.
     return (arm_scores - control_scores).dropna()
 
 
@@ -90,20 +90,22 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
 
     for height, (arm, title) in enumerate(ARMS.items()):
         colour = STYLES[arm]["color"]
-        pairs = differences(runs, arm, CONTROL, ["seed", "processor"])
-        mean, low, high = t_interval(pairs)
+        gains = differences(runs, arm, CONTROL, ["seed", "processor"])
+        mean, low, high = t_interval(gains)
 
         axis.plot([low, high], [height, height], color=colour, linewidth=3, solid_capstyle="butt")
         axis.plot(mean, height, color=colour, marker="o", markersize=7, markeredgecolor=INK, markeredgewidth=0.6)
 
-        label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(pairs)} pairs"
-        label = label.replace("-", "−")  # a true minus sign for each hyphen
-        # The label begins at the left edge (0), a little above the interval: the vertical axis is upside down.
+        label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(gains)} pairs"
+        label = label.replace("-", "−")  # true minus signs before numbers; the titles have no hyphens
+        # The label begins at the left edge (0). It stands a little above the interval: -0.3 is upwards, because the
+        # vertical axis is turned upside down below.
         text = axis.annotate(label, (0, height - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # hides the line at 0 behind the text
-        text.set_in_layout(False)  # a long text doesn't make the axis narrower
+        text.set_in_layout(False)  # otherwise a long text would make the axis narrower
 
-    # The first arm is on top, with some room above its label and below the last interval.
+    # The limits are those of the bottom and of the top, so the first arm (height 0) is on top. They leave some room
+    # above its label and below the last interval.
     axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
     axis.spines["left"].set_visible(False)
     axis.tick_params(axis="x", labelsize=9)
@@ -113,14 +115,14 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
 
 @styled
 def draw_norms(runs: pd.DataFrame) -> Figure:
-    """Draw each arm's right names (vertical) over the norm of image embeddings in the test, divided by T (horizontal).
+    """Draw a curve for each arm: right names in percent, over the norm of image embeddings divided by T.
 
-    A curve is the mean over seeds, with a 95% t interval. A dotted vertical line stands at the arm's norm after
-    training, which is its norm in the test at scale 1.
+    A curve is the mean over seeds, with a 95% t interval. A dotted vertical line of the same colour stands at the norm
+    that image embeddings had after training. The models were tested at this norm times each of `SCALES`.
     """
     figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
     titles = {CONTROL: "no norm", **ARMS}
-    # The records have the right names at each scale in a column of its own.
+    # For each scale, the records have a column with the percentage of right names.
     columns = [f"names, x {scale}" for scale in SCALES]
 
     for arm, title in titles.items():

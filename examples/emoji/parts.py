@@ -42,7 +42,7 @@ PATCH_SIZE = 14  # pixels; a picture has 6 x 6 patches, so 36 image tokens
 # ImageNet's mean and standard deviation of pixels, with which DINOv2 was trained.
 IMAGE_MEAN = [0.485, 0.456, 0.406]
 IMAGE_STD = [0.229, 0.224, 0.225]
-# The ONNX file has layers' names of an older version of transformers. These are today's names.
+# The ONNX file names some layers as an older version of transformers did. For each such name, this is today's name.
 TODAYS_NAMES = {
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",
@@ -92,8 +92,8 @@ def make_language_model(downloads: Path, output_dir: Path) -> None:
     quantized = AutoModelForCausalLM.from_pretrained(downloads, gguf_file=GGUF, dtype=torch.float32)
     config = quantized.config
     config._name_or_path = "SmolLM2-135M-Instruct"
-    # The weights were dequantized while they were loaded. But transformers doesn't save a model that it loaded from a
-    # quantized file, so they are copied into a new model.
+    # The weights were dequantized while they were loaded. But transformers doesn't save a model that was loaded from a
+    # quantized file, so the weights are copied into a new model.
     del config.quantization_config
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantized.state_dict())
@@ -126,7 +126,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     model.save_pretrained(output_dir)
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    # Nothing is cropped. A crop size is given so that the processor doesn't have BiT's own, which is another.
+    # Nothing is cropped, but the processor always has a crop size. By default it would be BiT's, 224 x 224 pixels.
     processor = BitImageProcessorPil(
         size=size, crop_size=size, do_center_crop=False, image_mean=IMAGE_MEAN, image_std=IMAGE_STD
     )
@@ -154,7 +154,7 @@ def read_backbone(path: Path) -> Weights:
 def read_matrices(graph: onnx.GraphProto, arrays: Weights) -> Weights:
     """The matrices of the backbone's linear layers, by their names in the file's version of transformers.
 
-    A matrix is the second input of a MatMul node, transposed. The node is named after its layer, such as
+    The second input of a layer's MatMul node is the transposed matrix. The node is named after the layer, such as
     `/backbone/encoder/layer.0/mlp/fc1/MatMul`.
     """
     matrices = {}
@@ -162,7 +162,7 @@ def read_matrices(graph: onnx.GraphProto, arrays: Weights) -> Weights:
         if node.op_type != "MatMul" or not node.name.startswith("/backbone/"):
             continue
         second_input = node.input[1]
-        if second_input in arrays:  # attention multiplies two activations, which aren't stored
+        if second_input in arrays:  # not so where attention multiplies two activations, which the file doesn't have
             layer = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
             matrices[f"{layer}.weight"] = arrays[second_input].T.contiguous()
     return matrices
@@ -173,6 +173,7 @@ def read_positions(graph: onnx.GraphProto, arrays: Weights) -> torch.Tensor:
     nodes = {node.name: node for node in graph.node}
     positions = []
     for node_name in POSITION_NODES:
+        # Only one input of the node is in the file: the embeddings. The others are computed.
         (embeddings,) = [arrays[name] for name in nodes[node_name].input if name in arrays]
         positions.append(embeddings)
     return torch.cat(positions, dim=1)
@@ -180,8 +181,8 @@ def read_positions(graph: onnx.GraphProto, arrays: Weights) -> torch.Tensor:
 
 def todays_name(name: str) -> str:
     """The name that a weight of the file has in this version of transformers."""
-    for file_name, todays in TODAYS_NAMES.items():
-        name = name.replace(file_name, todays)
+    for name_in_file, name_today in TODAYS_NAMES.items():
+        name = name.replace(name_in_file, name_today)
     return name
 
 

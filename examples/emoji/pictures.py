@@ -1,13 +1,13 @@
-"""Makes the real model's pictures and rows: animals, plants and food, as nine artists drew them.
+"""Makes the emoji example's pictures and rows: animals, plants and food, as nine artists drew them.
 
     python -m examples.emoji.pictures
 
-The drawings come from npm packages of Iconify. Each artist has a package, called an icon set, and all icon sets have
-the same names for the same things. Two icon sets are held out from training. The command writes these files:
+The drawings come from npm packages of Iconify. Each artist has a package, called an icon set. The sets' names for a
+thing differ only in hyphens and numbers. Two icon sets are held out from training. The command writes these files:
 
-- captions.json has each drawing's name, and is what compose.py aligns the projector on.
-- train.json has the rows of stage 2. As in LLaVA's mixture, some have no picture. In these, the answers are the
-  language model's own, before training.
+- captions.json has the name of each drawing to train on. compose.py aligns the projector with these names.
+- train.json has the rows of stage 2. As in LLaVA's mixture, some rows have no picture. The answers in these rows are
+  the language model's own, from before training.
 - twemoji.json and openmoji.json have the names of the held-out sets' drawings.
 - pictures.json lists all drawings.
 """
@@ -53,10 +53,10 @@ ASK_GROUP = "Is it nature or food?"
 ASK_WHETHER_THERE = "Is there any {} here?"
 # Questions without a picture.
 ASK_IN_WORDS = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
-ROWS_PER_DRAWING = 3  # rows of stage 2 for each drawing, which differ in their questions
+ROWS_PER_DRAWING = 3  # rows of stage 2 for each drawing; their questions are drawn anew
 NUM_TEXT_QUESTIONS = 640  # questions without a picture
-TEXT_BATCH = 32
-MAX_ANSWER_TOKENS = 40  # tokens of the language model's own answers
+TEXT_BATCH = 32  # questions without a picture that the language model answers at once
+MAX_ANSWER_TOKENS = 40  # the most tokens of one of the language model's own answers
 # A row of a file, or the entry of a drawing in pictures.json.
 Record = dict[str, Any]
 Turns = list[dict[str, str]]  # the turns of a conversation in LLaVA's layout
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_drawings = sum(record["set"] == icon_set for record in records)
         logger.info("  %4d  %s", num_drawings, credit)
 
-    # Text rows and picture rows take random numbers from this generator, so another order would give other rows.
+    # Both functions take random numbers from this generator, so another order of calls would give other rows.
     rng = random.Random(42)
     text_rows = make_text_rows(names, rng)
     picture_rows = make_picture_rows(records, names, rng)
@@ -200,12 +200,12 @@ def read_package(icon_set: str, version: str, sha256: str, folder: Path) -> dict
 
 
 def read_icons(package: dict[str, Any]) -> IconSet:
-    """The icons in a package's icons.json, by plain name. Aliases count as names."""
+    """The icons in a package's icons.json, by the name as `plain_name` returns it. Aliases count as names."""
     entries = dict(package["icons"])
     for alias, entry in package.get("aliases", {}).items():
         parent = entry["parent"]
-        # An alias with fields beside `parent` is a turned or mirrored icon, and is left out. An alias of an alias is
-        # left out too.
+        # If an alias has fields beside `parent`, it turns or mirrors the icon, and is left out. So is an alias of an
+        # alias.
         is_plain_alias = set(entry) == {"parent"}
         if is_plain_alias and parent in package["icons"]:
             entries[alias] = package["icons"][parent]
@@ -219,7 +219,7 @@ def read_icons(package: dict[str, Any]) -> IconSet:
 
 
 def plain_name(name: str) -> str:
-    """A thing's name without hyphens and without a final digit, which is the same in all sets.
+    """A thing's name without hyphens and without a number at its end. This plain name is the same in all sets.
 
     For example, `baby-chick` and `baby-chick-2` both become `babychick`. fxemoji writes names without hyphens, and
     streamline-emojis numbers the icons of a thing that it draws twice.
@@ -236,11 +236,11 @@ def has_enough_sets(name: str, icon_sets: dict[str, IconSet]) -> bool:
 
 
 def find_drawings(name: str, group: str, icon_sets: dict[str, IconSet]) -> list[Drawing]:
-    """All sets' drawings of the thing of this name. Equal drawings of a set are taken once."""
+    """All sets' drawings of the thing of this name. If a set has equal drawings of it, one of them is taken."""
     drawings = []
     for icon_set, icons in icon_sets.items():
         icons_of_thing = icons.get(plain_name(name), [])
-        for icon in dict.fromkeys(icons_of_thing):
+        for icon in dict.fromkeys(icons_of_thing):  # each different icon once
             drawings.append(Drawing(icon_set, name.replace("-", " "), group, icon.body, icon.size))
     return drawings
 
@@ -293,7 +293,7 @@ def make_conversation(record: Record, names: list[str], rng: random.Random) -> T
         position = rng.randrange(2)  # before or after the question for the name
         questions.insert(position, second_question)
 
-    # The mark of the picture stands only before the question that comes first.
+    # LLaVA's mark of the picture stands before the first question, and before no other.
     (first_question, first_answer), *others = questions
     turns = make_picture_turns(first_question, first_answer)
     for question, answer in others:

@@ -1,4 +1,4 @@
-"""Makes the real model: it names drawings by artists that it wasn't trained on.
+"""Makes a model from pretrained backbones that names drawings by artists on whom it wasn't trained.
 
     python -m examples.emoji.run
 
@@ -88,7 +88,7 @@ def plan_steps() -> list[tuple[Step, float]]:
         last_files=(RUN / "stage2/trainer_state.json",),
     )
     ask = Step(
-        title="Questions about drawings by two artists held out",
+        title="Questions about drawings by the two held-out artists",
         command=["-m", "examples.emoji.evaluate"],
     )
     return [(get_backbones, 1), (get_drawings, 5), (compose, 4), (train, 38), (ask, 12)]
@@ -102,7 +102,8 @@ def measure_gflops() -> float:
     factors = {"left": torch.rand(num_tokens, hidden_size), "right": torch.rand(hidden_size, intermediate_size)}
     timer = Timer("left @ right", globals=factors, num_threads=torch.get_num_threads())
     seconds = timer.blocked_autorange().median
-    return 2 * num_tokens * hidden_size * intermediate_size / seconds / 1e9
+    num_operations = 2 * num_tokens * hidden_size * intermediate_size  # as many multiplications as additions
+    return num_operations / seconds / 1e9
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python examples/theory/theory.py
 
-THEORY.md in this folder says which statements hold. Angles are in radians.
+THEORY.md in this folder says which statements hold. An update is what a layer adds to the hidden state of a token.
+It changes the token's direction: it turns the token. Numbers of equations are the paper's, and angles are in radians.
 """
 
 import argparse
@@ -38,15 +39,15 @@ def expected_cosine(
     Without attraction, both tokens turn in random directions. The expected cosine is then that of Theorem 1 (eq. 15,
     16), `cos θ_v cos θ_t cos α`.
 
-    Attraction is our addition. A part κ of the direction in which a token turns points to the other token, and the
-    rest is random. The expected cosine is then
+    Attraction is our addition. The direction in which a token turns has the component κ towards the other token, and
+    is otherwise random. The expected cosine is then
     `(cos θ_v cos θ_t - κ² sin θ_v sin θ_t) cos α + κ sin(θ_v + θ_t) sin α`.
 
     Args:
         cosine: The cosine of the tokens before they turn, cos α.
         theta_image: The angle by which the image token turns, θ_v.
         theta_text: The angle by which the text token turns, θ_t.
-        attraction: The part κ, from -1 to 1. Below 0, the tokens turn away from each other.
+        attraction: The component κ, from -1 to 1. Below 0, the tokens turn away from each other.
     """
     cosine_factor = theta_image.cos() * theta_text.cos() - attraction**2 * theta_image.sin() * theta_text.sin()
     sine_factor = attraction * (theta_image + theta_text).sin()
@@ -55,16 +56,19 @@ def expected_cosine(
 
 
 def balanced_angle(theta_image: torch.Tensor, theta_text: torch.Tensor) -> torch.Tensor:
-    """The angle whose tangent is the geometric mean of the two angles' tangents (Lemma 1)."""
+    """The angle whose tangent is the geometric mean of the two angles' tangents.
+
+    Lemma 1 compares two tokens that turn by these two angles with two tokens that both turn by the returned angle.
+    """
     return (theta_image.tan() * theta_text.tan()).sqrt().atan()
 
 
 def attraction_window(
     cosine: torch.Tensor, theta_text: torch.Tensor, theta_before: torch.Tensor, theta_after: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range of attractions κ at which it helps that an image token turns by a larger angle.
+    """The range of attractions κ at which it helps if an image token turns by a larger angle.
 
-    It helps if the expected cosine of the image token and the text token is then higher.
+    The larger angle helps if it gives a higher expected cosine of the image token and the text token.
 
     Args:
         cosine: The cosine of the two tokens before they turn; above 0.
@@ -75,13 +79,14 @@ def attraction_window(
     Returns:
         The lowest and the highest such κ, within [0, 1]. They are equal if the larger angle helps at no κ.
     """
-    # The gain is `expected_cosine` at the larger angle less that at the smaller angle. By κ, it is the parabola
-    # a κ² + b κ + c. It opens downwards, so the gain is positive between its two roots.
+    # The gain is `expected_cosine` at the larger angle less `expected_cosine` at the smaller angle. As a function of κ
+    # it is the parabola a κ² + b κ + c, which opens downwards. So the gain is positive between the two roots.
     sine = (1 - cosine.square()).sqrt()
     a = -(theta_after.sin() - theta_before.sin()) * theta_text.sin() * cosine
     b = ((theta_after + theta_text).sin() - (theta_before + theta_text).sin()) * sine
     c = (theta_after.cos() - theta_before.cos()) * theta_text.cos() * cosine
 
+    # Without real roots the discriminant is negative. It then counts as 0, so that `low` and `high` are equal.
     root_of_discriminant = (b.square() - 4 * a * c).clamp(min=0).sqrt()
     low = (-b + root_of_discriminant) / (2 * a)  # the lower root, because a is negative
     high = (-b - root_of_discriminant) / (2 * a)
@@ -131,32 +136,32 @@ def turn_at_random(
         token: The token, `(hidden_size,)`.
         other: The token that it is attracted to, also of norm 1.
         theta: The angle.
-        attraction: The part of each direction that points to the other token. The rest is random.
+        attraction: The component of each direction towards the other token. The rest of the direction is random.
         num_draws: Number of directions.
         generator: The source of randomness.
 
     Returns:
         The turned tokens, `(num_draws, hidden_size)`.
     """
-    # The direction to the other token, orthogonal to the token.
+    # The direction towards the other token, among those orthogonal to the token.
     towards_other = torch.nn.functional.normalize(other - (other @ token) * token, dim=0)
 
-    # Random directions that are orthogonal to both.
-    random = torch.randn(num_draws, len(token), dtype=torch.float64, generator=generator)
-    along_token = (random @ token)[:, None] * token
-    along_towards_other = (random @ towards_other)[:, None] * towards_other
-    random = torch.nn.functional.normalize(random - along_token - along_towards_other, dim=-1)
+    # Random directions that are orthogonal to the token and to `towards_other`.
+    vectors = torch.randn(num_draws, len(token), dtype=torch.float64, generator=generator)
+    along_token = (vectors @ token)[:, None] * token
+    along_towards_other = (vectors @ towards_other)[:, None] * towards_other
+    random_directions = torch.nn.functional.normalize(vectors - along_token - along_towards_other, dim=-1)
 
-    direction = attraction * towards_other + math.sqrt(1 - attraction**2) * random
-    return math.cos(theta) * token + math.sin(theta) * direction
+    directions = attraction * towards_other + math.sqrt(1 - attraction**2) * random_directions
+    return math.cos(theta) * token + math.sin(theta) * directions
 
 
 def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     """Check the statements of the theory by random draws.
 
     Returns:
-        For each statement, the share of draws in which it holds. The last two values are no shares: they are a mean
-        width and a distance.
+        For each statement, the share of draws in which it holds. The last two values are no shares, but a mean width
+        and a distance.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -164,30 +169,33 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
         return low + (high - low) * torch.rand(num_draws, dtype=torch.float64, generator=generator)
 
     # Lemma 1: for a fixed product of the tangents, the cosine is highest if both tokens turn by the same angle.
-    theta_image = uniform(0.001, math.pi / 2 - 0.001)
-    theta_text = uniform(0.001, math.pi / 2 - 0.001)
-    balanced = balanced_angle(theta_image, theta_text)
+    # The margins of 0.001 keep away from angles whose tangent is 0 or infinite.
+    first_angle = uniform(0.001, math.pi / 2 - 0.001)
+    second_angle = uniform(0.001, math.pi / 2 - 0.001)
+    balanced = balanced_angle(first_angle, second_angle)
     same_direction = torch.ones(1, dtype=torch.float64)
-    cosine_as_drawn = expected_cosine(same_direction, theta_image, theta_text)
+    cosine_as_drawn = expected_cosine(same_direction, first_angle, second_angle)
     cosine_if_balanced = expected_cosine(same_direction, balanced, balanced)
     lemma_fails = cosine_as_drawn > cosine_if_balanced + 1e-12  # more than rounding
 
-    # Now the norm of image tokens is lowered to that of text tokens. All else stays, so image tokens then turn by the
-    # same angle as text tokens.
+    # Now the norm of image tokens is lowered to that of text tokens, and nothing else is changed. So afterwards image
+    # tokens turn by the same angle as text tokens.
     text_norm = uniform(0.5, 2)
     image_norm = uniform(2, 100) * text_norm
     update_norm = uniform(0.1, 2)
     update_angle = uniform(0.1, math.pi / 2)
     theta_before = turning_angle(image_norm, update_norm, update_angle)
-    theta_after = turning_angle(text_norm, update_norm, update_angle)
+    theta_text = turning_angle(text_norm, update_norm, update_angle)
+    theta_after = theta_text
     cosine = uniform(0.01, 0.9)
-    cosine_before = expected_cosine(cosine, theta_before, theta_text=theta_after)
-    cosine_after = expected_cosine(cosine, theta_after, theta_text=theta_after)
+    cosine_before = expected_cosine(cosine, theta_before, theta_text)
+    cosine_after = expected_cosine(cosine, theta_after, theta_text)
+    # Retention is how much of the cosine of an image token and a text token is left after both have turned.
     retention_falls = cosine_after < cosine_before
-    low, high = attraction_window(cosine, theta_text=theta_after, theta_before=theta_before, theta_after=theta_after)
+    low, high = attraction_window(cosine, theta_text, theta_before, theta_after)
 
-    # The image token is the longer of the two. Here the update may also point backwards. If it turns a token by more
-    # than 90 degrees, the tangent is negative.
+    # "Longer" says that a token has the larger norm, as image tokens have here. Now the update may also point
+    # backwards. If an update turns a token by more than 90 degrees, the tangent of the angle is negative.
     any_angle = uniform(0.001, math.pi - 0.001)
     theta_of_longer = turning_angle(image_norm, update_norm, any_angle)
     theta_of_shorter = turning_angle(text_norm, update_norm, any_angle)
@@ -195,10 +203,10 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     return {
         "Lemma 1 fails": share(lemma_fails),
         "the longer token turns by a larger angle": share(theta_of_longer >= theta_of_shorter),
-        "eq. 9 fails: its tangent is the larger": share(theta_of_longer.tan() >= theta_of_shorter.tan()),
+        "eq. 9 fails: the longer token's tangent is larger": share(theta_of_longer.tan() >= theta_of_shorter.tan()),
         "retention falls when the norm of image tokens alone is lowered": share(retention_falls),
-        "no attraction at all makes lowering it help": share(high <= low),
-        "mean width of the window of attraction in which it helps": (high - low).mean().item(),
+        "there is no attraction at which lowering that norm helps": share(high <= low),
+        "mean width of the window of attraction in which lowering helps": (high - low).mean().item(),
         "largest distance of a simulation from the formula, in standard errors": largest_simulation_error(seed),
     }
 
@@ -209,7 +217,8 @@ def share(holds: torch.Tensor) -> float:
 
 
 def largest_simulation_error(seed: int, num_draws: int = 20_000) -> float:
-    """How far a simulation's mean cosine is from `expected_cosine`, in standard errors: the largest of three cases."""
+    """How far a simulation's mean cosine is from `expected_cosine`, in standard errors: the worst of three cases."""
+    # The cosine and the angles are arbitrary. The cases differ in attraction.
     cosine = 0.4
     theta_image = 0.3
     theta_text = 0.9

@@ -1,4 +1,4 @@
-"""The real model's example: its vision encoder is read from an ONNX file, and its rows are made from drawings."""
+"""The emoji example: its encoder is read from an ONNX file, its rows are made, and its answers are scored."""
 
 import json
 import random
@@ -19,7 +19,7 @@ def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
 
     Args:
         path: The new file.
-        leave_out: Name of a weight in `Dinov2Model` that the file shall lack.
+        leave_out: Name of a weight of `Dinov2Model` that isn't written; "" leaves out none.
 
     Returns:
         The weights in the file, by their names in `Dinov2Model`, without the position embeddings.
@@ -35,16 +35,17 @@ def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
     nodes = []
     for name, weight in weights.items():
         name_in_file = name
-        for file_name, todays_name in parts.TODAYS_NAMES.items():
-            name_in_file = name_in_file.replace(todays_name, file_name)
+        for older_name, todays_name in parts.TODAYS_NAMES.items():
+            name_in_file = name_in_file.replace(todays_name, older_name)
 
         is_matrix = name.endswith(".weight") and ("attention" in name or ".mlp." in name)
         if is_matrix:
-            # A linear layer's matrix is transposed. Only the node that it is an input of is named after the layer:
-            # the node of "encoder.layer.0.mlp.fc1.weight" is "/backbone/encoder/layer.0/mlp/fc1/MatMul".
+            # A linear layer's matrix is transposed, and its name doesn't say its layer. The name of the node that
+            # multiplies by it does: "/backbone/encoder/layer.0/mlp/fc1/MatMul" for "encoder.layer.0.mlp.fc1.weight".
             tensor_name = f"onnx::MatMul_{len(tensors)}"
             tensors.append(numpy_helper.from_array(weight.numpy().T.copy(), tensor_name))
-            layer = name_in_file.removesuffix(".weight").replace(".", "/").replace("layer/", "layer.")
+            layer_path = name_in_file.removesuffix(".weight").replace(".", "/")
+            layer = layer_path.replace("layer/", "layer.")  # the dot in "layer.0" stays
             nodes.append(helper.make_node("MatMul", ["x", tensor_name], ["y"], name=f"/backbone/{layer}/MatMul"))
         else:
             tensors.append(numpy_helper.from_array(weight.numpy(), f"backbone.{name_in_file}"))
@@ -88,7 +89,9 @@ def test_questions_about_a_picture_are_drawn_in_fixed_shares() -> None:
 
     counts: Counter[tuple[str, str]] = Counter()  # of questions with their answers
     for turns in conversations:
-        for question, answer in zip(turns[::2], turns[1::2], strict=True):  # they take turns
+        questions = turns[::2]
+        answers = turns[1::2]
+        for question, answer in zip(questions, answers, strict=True):
             question_text = question["value"].removeprefix("<image>\n")
             counts[question_text, answer["value"]] += 1
 
@@ -100,12 +103,12 @@ def test_questions_about_a_picture_are_drawn_in_fixed_shares() -> None:
         ("Is there any cat here?", "no"),
         ("Is there any dog here?", "no"),
     }
-    # All conversations ask for the name, and four in ten also ask a second question. Half of these 2000 ask for the
+    # All conversations ask for the name, and four in ten (2000) also ask another question. Half of these ask for the
     # group, a quarter ask for a bee, and a quarter ask for another thing.
     assert counts["What is this?", "bee"] == 5000
     assert counts["Is it nature or food?", "nature"] == pytest.approx(1000, abs=100)
     assert counts["Is there any bee here?", "yes"] == pytest.approx(500, abs=75)
-    # Half of the 2000 second questions come before the question for the name. The first answer then isn't the name.
+    # Half of the 2000 other questions come before the question for the name. The first answer then isn't the name.
     num_name_later = sum(turns[1]["value"] != "bee" for turns in conversations)
     assert num_name_later == pytest.approx(1000, abs=100)
 
@@ -143,6 +146,7 @@ def test_answers_are_scored_beside_guesses() -> None:
     answer_to_blank = "cat"
     # The first drawing gets the second drawing's answer as a guess, and so on: "bee", "dog", "ant". All are wrong.
     other_numbers = [1, 2, 0]
+    # "name" is only the label of the question.
     own, other, blank = evaluate.score_with_guesses(
         "twemoji", "name", [*answers, answer_to_blank], right, other_numbers
     )

@@ -1,4 +1,4 @@
-"""The gains of the arms in trial.jsonl, compared with a count by hand, and the two figures that show them."""
+"""The gains of the arms in trial.jsonl, compared with a count in plain Python, and the two figures of the trial."""
 
 import json
 
@@ -20,10 +20,10 @@ from examples.emoji.gains import (
 )
 
 
-def gains_by_hand(arm: str) -> list[float]:
+def counted_gains(arm: str) -> list[float]:
     """The gain of each pair of an arm's run and its control, in percentage points.
 
-    It is counted from the field `hits` of the records, which has a digit for each drawing: "1" for a right name.
+    Right names are counted in the field `hits` of the records. It has a digit for each drawing: "1" for a right name.
     """
     hits_by_run: dict[tuple[str, int, str], str] = {}
     for line in RECORDS.read_text(encoding="utf-8").splitlines():
@@ -65,7 +65,7 @@ def test_the_records_hold_every_pair_that_the_chart_shows() -> None:
     num_pairs = {}
     for arm in ARMS:
         gains = differences(runs, arm, CONTROL, ["seed", "processor"])
-        assert sorted(gains) == pytest.approx(sorted(gains_by_hand(arm)))
+        assert sorted(gains) == pytest.approx(sorted(counted_gains(arm)))
         num_pairs[arm] = len(gains)
     assert num_pairs == {"started at T, no norm": 8, "GWC at T": 16, "GWC at 30 T": 9}
 
@@ -88,13 +88,13 @@ def test_the_chart_shows_each_gain_with_its_interval() -> None:
     intervals = lines_of_arms[::2]
     means = lines_of_arms[1::2]
     for arm, interval, mean in zip(ARMS, intervals, means, strict=True):
-        expected_mean, low, high = t_interval(pd.Series(gains_by_hand(arm)))
+        expected_mean, low, high = t_interval(pd.Series(counted_gains(arm)))
         assert x_values(interval) == pytest.approx([low, high])
         assert x_values(mean) == pytest.approx([expected_mean])
 
 
-def test_right_names_are_drawn_over_the_norm_in_the_test() -> None:
-    """The point at scale 1 of one curve is checked. Its norm is that after training."""
+def test_a_curve_has_right_names_over_the_norm() -> None:
+    """One point of one curve is checked. At scale 1, image embeddings have the norm that they have after training."""
     runs = read_runs()
     (axis,) = draw_norms(runs).axes
     curves = {}

@@ -26,18 +26,19 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def set_parameters(notebook: nbformat.NotebookNode, **parameters: object) -> None:
-    """Give all parameters of the notebook, which its first code cell sets, these values."""
+    """Replace the notebook's first code cell, which sets all parameters, by a cell that sets them to these values."""
     first_cell = code_cells(notebook)[0]
-    # The name at the beginning of each assignment: `NAME = value` or `NAME: type = value`.
+    # The name at the beginning of each line with an assignment: `NAME = value` or `NAME: type = value`.
     names = re.findall(r"^(\w+)[^=\n]*=", first_cell.source, re.MULTILINE)
-    assert names == list(parameters)
+    assert names == list(parameters)  # no parameter keeps the notebook's value
     first_cell.source = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a notebook in a folder, and return the outputs of its cells as JSON."""
     for cell in code_cells(notebook):
-        cell.outputs = []
+        cell.outputs = []  # the notebook has the outputs of an earlier run
+    # The notebook imports the repository's packages.
     python_path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", python_path)
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # Jupyter's backend for figures
@@ -55,7 +56,7 @@ def test_diagnose_measures_models(
     notebook = nbformat.read(DIAGNOSE, as_version=4)
     models = {"with": str(composed()), "without": str(composed(projector_norm="none"))}
     set_parameters(notebook, MODELS=models, DATA=str(tmp_path))
-    # The last cell writes a report, here into another folder.
+    # The last cell writes a report into a folder of the repository. Here it gets another folder.
     last_cell = code_cells(notebook)[-1]
     assert "../runs/digits/report" in last_cell.source
     last_cell.source = last_cell.source.replace("../runs/digits/report", str(tmp_path / "report"))
@@ -88,12 +89,12 @@ def test_compose_and_train_trains_both_stages(
 
     for stage in ("stage1", "stage2"):
         lines = (output / stage / "metrics.jsonl").read_text().splitlines()
-        *step_lines, summary_line = lines
+        *step_lines, summary_line = lines  # the last line is about the whole training
         assert len(step_lines) == 2
         assert all("norm/ratio" in json.loads(line) for line in step_lines)
         assert "norm/ratio" not in json.loads(summary_line)
 
-    # Training has changed all parts of the model. The part is the second word of a weight's name, as in
+    # Training has changed weights in all parts of the model. The part is the second word of a weight's name, as in
     # "model.vision_tower.embeddings.patch_embedding.weight".
     before = NormLlavaForConditionalGeneration.from_pretrained(output / "composed").state_dict()
     after = NormLlavaForConditionalGeneration.from_pretrained(output / "stage2").state_dict()
@@ -104,7 +105,7 @@ def test_compose_and_train_trains_both_stages(
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.ipynb")), ids=lambda path: path.stem)
 def test_the_notebook_names_no_machine(path: Path) -> None:
-    """The repository has the notebooks with their outputs, which must not name folders of the machine they ran on."""
+    """The notebooks are kept with their outputs, which must not name folders of the machine that made them."""
     notebook = nbformat.read(path, as_version=4)
     assert any(cell.outputs for cell in code_cells(notebook))
     text = path.read_text(encoding="utf-8")

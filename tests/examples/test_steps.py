@@ -1,4 +1,4 @@
-"""The steps of an example: steps that are done are skipped, and no step runs while a later result is outdated."""
+"""The steps of an example. Steps that are done are skipped, and no step runs while a later step's result exists."""
 
 from pathlib import Path
 
@@ -18,7 +18,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def line_step(name: str, has_last_file: bool = True) -> Step:
-    """A step that adds the line "run" to the file of this name. Without a last file, it is never done."""
+    """A step that adds the line "run" to the file of this name.
+
+    With `has_last_file=False` the step names no last file, so it is never done.
+    """
     program = f"""
 with open("{name}", "a") as file:
     print("run", file=file)
@@ -61,7 +64,7 @@ def test_a_step_that_fails_ends_the_example(root: Path) -> None:
 )
 def test_all_steps_but_the_last_have_files_in_the_run_folder(plan: list[Step], folder: Path) -> None:
     *earlier_steps, report = plan
-    assert report.last_files == ()  # the report is written on every call
+    assert report.last_files == ()  # so it runs on every call
     for step in earlier_steps:
         assert step.last_files
         assert all(path.is_relative_to(folder) for path in step.last_files)

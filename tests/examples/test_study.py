@@ -1,4 +1,4 @@
-"""The study's plan of runs and its statistics, which are compared with scipy's and with results by hand."""
+"""The study's plan of runs, its file of records, and its statistics, which are compared with scipy's."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def make_record(block: Block, arm: Arm, seed: int, percent: float = 30.0, proces
         "arm": arm.name,
         "seed": seed,
         "processor": processor,
-        "data": "rows",
+        "data": "rows",  # stands for the fingerprint of the rows that the run was trained on
         "minutes": 10.0,
         "hits": {"twemoji": digits, "emojione": digits, "openmoji": "01"},
         "perplexity": 18.0,
@@ -74,7 +74,7 @@ def eight_around(mean: float, distance: float) -> list[float]:
 # The statistics
 
 
-def test_three_arms_on_one_processor_are_compared_as_by_scipy() -> None:
+def test_arms_on_one_processor_are_compared_as_by_scipy() -> None:
     rng = np.random.default_rng(0)
     outcomes_a = rng.normal(28, 2, size=8)
     outcomes_b = rng.normal(31, 2, size=8)
@@ -126,7 +126,7 @@ def test_a_processor_that_is_better_for_all_arms_changes_no_comparison() -> None
     assert with_shift.low == pytest.approx(without_shift.low)
     assert with_shift.p == pytest.approx(without_shift.p)
 
-    # A model that doesn't know the processors has a much wider interval.
+    # A linear model that doesn't know the processors has a much wider interval.
     without_processors = ArmModel(arms, ["a CPU"] * 16, shifted_outcomes).difference({"a": 1, "b": -1})
     width = with_shift.high - with_shift.low
     width_without_processors = without_processors.high - without_processors.low
@@ -137,8 +137,8 @@ def test_arms_are_equal_only_if_the_interval_lies_within_three_points() -> None:
     arms = ["a"] * 16 + ["b"] * 16
     processors = ["a CPU"] * 32
 
-    # Both arms have the same mean in both models. The outcomes vary little in the first, and much in the second.
-    outcomes_close_to_mean = eight_around(30, 0.5) * 4
+    # Both arms have the same mean. The outcomes first vary little, and then much.
+    outcomes_close_to_mean = eight_around(30, 0.5) * 4  # 16 for each arm
     model = ArmModel(arms, processors, outcomes_close_to_mean)
     assert model.pair("a", "b", level=0.048).verdict == "equal within 3 points"
 
@@ -152,8 +152,8 @@ def test_arms_are_equal_only_if_the_interval_lies_within_three_points() -> None:
     [
         # The smallest p is doubled, since there are two tests.
         pytest.param({"a": 0.01, "b": 0.6}, {"a": 0.02, "b": 0.6}, id="doubled"),
-        # The second p stays 0.03, but may not be below the first, which is 2 x 0.02.
-        pytest.param({"a": 0.03, "b": 0.02}, {"b": 0.04, "a": 0.04}, id="not-below-the-first"),
+        # The smallest p is doubled to 0.04. The other p would stay 0.03, but may not be below that.
+        pytest.param({"a": 0.03, "b": 0.02}, {"b": 0.04, "a": 0.04}, id="not-below-the-smallest"),
         pytest.param({"a": 0.7, "b": 0.6}, {"b": 1.0, "a": 1.0}, id="at-most-1"),
     ],
 )
@@ -184,8 +184,8 @@ def test_effects_of_norm_and_rate_by_hand() -> None:
     })  # fmt: skip
 
     # Each arm has eight outcomes at a distance of 1 from its mean, so the variance of a run is 8/7. The effect of norm
-    # is the difference of two means of 16 runs, so its variance is 2/16 of that. 2.0484 is the 97.5% quantile of
-    # Student's t with 28 degrees of freedom: 32 runs less 4 arms.
+    # is the difference of two means of 16 runs each, so its variance is 2/16 of a run's variance. 2.0484 is the 97.5%
+    # quantile of Student's t with 28 degrees of freedom: 32 runs less 4 arms.
     reach = 2.0484 * (8 / 7 * 2 / 16) ** 0.5
     assert effects["norm"].high - 4.0 == pytest.approx(reach, abs=1e-3)
 
@@ -217,7 +217,7 @@ def test_effects_of_norm_and_rate_by_hand() -> None:
             "models with a faster second layer lose 1.0 points (-3.0 to 1.0 gained).",
             id="norm-and-rate",
         ),
-        # A p of 0.03 would be clear if this were the only test. As one of two tests it isn't.
+        # A p of 0.03 would be below 0.05. But it is the smaller of two, so Holm's method doubles it.
         pytest.param(0.03, 0.06, 0.5, "Undecided; effects above 6.0 points are excluded.", id="neither"),
         # If the interaction is clear, the effects of norm and rate are not told, however clear they are.
         pytest.param(0.001, 0.001, 0.01, "Norm and rate interact: read the simple effects.", id="interaction"),
@@ -239,10 +239,10 @@ def test_simple_effects_are_shown_only_if_the_interaction_is_clear() -> None:
         percents = {arm: eight_around(mean, 1.0) for arm, mean in means.items()}
         return report(BLOCK_1, make_records(BLOCK_1, percents))
 
-    # A small norm and a fast second layer each gain 3 points, and together 6.
+    # A small norm gains 3 points, a fast second layer gains 3, and both together gain 6.
     without_interaction = report_block_1({SCALED: 36, SCALED_SLOWLY: 33, NOTHING_FAST: 33, NOTHING: 30})
     assert "rate, at norm T" not in without_interaction
-    # A small norm and a fast second layer gain 10 points together, and nothing alone.
+    # A small norm and a fast second layer together gain 10 points, but each alone gains nothing.
     with_interaction = report_block_1({SCALED: 40, SCALED_SLOWLY: 30, NOTHING_FAST: 30, NOTHING: 30})
     assert "rate, at norm T" in with_interaction
 
@@ -251,7 +251,7 @@ def test_simple_effects_are_shown_only_if_the_interaction_is_clear() -> None:
 
 
 def block_2_records(layer_norm_mean: float) -> list[Record]:
-    """Records of block 2's first look, in which "scaled once" has a mean of 37% and "nothing" a mean of 30%."""
+    """Records of block 2's first eight seeds. The mean is 37% in "scaled once", and 30% in "nothing"."""
     return make_records(
         BLOCK_2,
         {
@@ -270,8 +270,9 @@ def test_block_2_gets_more_seeds_only_if_scaling_and_norm_are_unclear() -> None:
 
     clear_records = block_2_records(layer_norm_mean=30)
     assert not needs_more_seeds(clear_records)
-    # While a run is left, there is no look at the results.
-    assert not needs_more_seeds(unclear_records[:-1])
+    # While a run is left, the results aren't looked at.
+    all_records_but_one = unclear_records[:-1]
+    assert not needs_more_seeds(all_records_but_one)
 
 
 def test_the_bound_is_lower_at_the_first_look_than_at_the_second() -> None:
@@ -285,7 +286,7 @@ def test_the_bound_is_lower_at_the_first_look_than_at_the_second() -> None:
     ]
     assert {pair.level for pair in pairs} == {0.005}
 
-    # Eight more seeds with the same results make all pairs clear.
+    # With eight more seeds that have the same results, all pairs are clear at the second look.
     more_records = [record | {"seed": record["seed"] + 8} for record in first_records]
     _, pairs = judge_block_2(first_records + more_records)
     assert [pair.verdict for pair in pairs] == ["ahead", "ahead", "ahead"]
@@ -296,8 +297,9 @@ def test_results_are_shown_only_when_a_block_is_done() -> None:
     a_result = "scaled once less LayerNorm at T"
     unclear_records = block_2_records(layer_norm_mean=34)
 
-    # A run of 293 steps takes 10 minutes, so the one that is left takes 0.2 hours.
-    progress = study.describe_progress(unclear_records[:-1], "a CPU")
+    # Each run took 10 minutes, so the one that is left takes 0.2 hours.
+    all_records_but_one = unclear_records[:-1]
+    progress = study.describe_progress(all_records_but_one, "a CPU")
     assert progress.startswith("Block 2: 1 of 24 runs left, about 0.2 hours")
     assert a_result not in progress
 
@@ -331,13 +333,13 @@ def test_all_arms_of_a_seed_run_on_one_processor() -> None:
     gpu_has_begun_103 = [make_record(BLOCK_2, arm, 103, processor="a GPU") for arm in (NOTHING, SCALED)]
     records = cpu_has_finished_101 + cpu_has_begun_102 + gpu_has_begun_103
 
-    # A processor first finishes its own seed. The seed that the other processor has begun comes last.
+    # A processor first finishes the seed that it has begun. The seed that the other processor has begun comes last.
     begun_by_none = [104, 105, 106, 107, 108]
     assert seeds_left(records, "a CPU") == [102, *begun_by_none, 103]
     assert seeds_left(records, "a GPU") == [103, *begun_by_none, 102]
 
     assert arms_left(records, "a GPU", seed=103) == [LAYER_NORM]
-    # The CPU has begun seed 102, so the GPU has to run all arms.
+    # The CPU has run one arm of seed 102. The GPU would have to run all arms, including that one.
     assert arms_left(records, "a GPU", seed=102) == [NOTHING, SCALED, LAYER_NORM]
 
     assert complete_seeds(BLOCK_2, records) == {101: "a CPU"}
@@ -369,7 +371,7 @@ def write_records(path: Path, records: list[Record]) -> None:
     path.write_text("\n".join(lines))
 
 
-def test_a_record_that_stands_in_the_file_twice_is_read_once(records_file: Path) -> None:
+def test_a_line_that_is_twice_in_the_file_is_read_once(records_file: Path) -> None:
     records = [make_record(BLOCK_2, arm, 101) for arm in BLOCK_2.arms]
     write_records(records_file, records + records)
     assert study.read_records() == records

@@ -40,7 +40,7 @@ PROJECTOR = "model.multi_modal_projector"
 
 
 def test_all_arms_start_from_the_shared_projector(composed: Callable[..., Path], tmp_path: Path) -> None:
-    # A shared start whose second layer was divided by 4, as its file says.
+    # A seed's shared start. Its file says that the projector's second layer was divided by k = 4.
     shared = NormLlavaForConditionalGeneration.from_pretrained(composed(projector_norm="none"))
     shared.save_pretrained(tmp_path)
     AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path)
@@ -49,7 +49,7 @@ def test_all_arms_start_from_the_shared_projector(composed: Callable[..., Path],
     shared_output = shared.model.multi_modal_projector(features)
 
     def load_arm(arm: Arm) -> NormLlavaForConditionalGeneration:
-        """The arm's model, saved and loaded again as for training."""
+        """The arm's model, saved and loaded again, as it is for training."""
         model, _ = make_arm_model(arm, tmp_path)
         model.save_pretrained(tmp_path / "untrained")
         return NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "untrained")
@@ -60,11 +60,11 @@ def test_all_arms_start_from_the_shared_projector(composed: Callable[..., Path],
     plain = load_arm(NOTHING)
     assert torch.equal(plain.model.multi_modal_projector(features), 4 * shared_output)
 
-    # "LayerNorm at T" normalises the plain projector's output to T, the mean norm of text embeddings.
+    # "LayerNorm at T" gives the plain projector's output the norm T, the mean norm of text embeddings.
     with_norm = load_arm(LAYER_NORM)
     embedding_norms = with_norm.get_input_embeddings().weight.norm(dim=-1)
     text_norm = embedding_norms[embedding_norms > 0].mean()  # without rows of zeros, which stand for no token
-    hidden_size = 32
+    hidden_size = 32  # width of the language model
     expected = nn.functional.layer_norm(4 * shared_output, (hidden_size,)) * text_norm / hidden_size**0.5
     assert torch.allclose(with_norm.model.multi_modal_projector(features), expected, atol=1e-5)
     assert with_norm.config.projector_norm == "gwc"
@@ -82,7 +82,7 @@ def test_the_second_layers_rate_is_that_of_the_arm() -> None:
 
 @pytest.mark.parametrize("k", [4.35, 0.5])
 def test_dividing_weights_and_rate_by_k_is_the_same_as_a_multiplier_of_one_over_k(k: float) -> None:
-    """Block 1 divides the second layer's weights and its learning rate by k.
+    """An arm of block 1 divides the weights and the learning rate of the projector's second layer by k.
 
     A multiplier 1/k behind the layer gives the same outputs, before training and after any number of steps.
     """
@@ -103,11 +103,11 @@ def test_dividing_weights_and_rate_by_k_is_the_same_as_a_multiplier_of_one_over_
     features = torch.randn(5, 4, 12, dtype=torch.float64)
     wanted = torch.randn(5, 4, 12, dtype=torch.float64)
 
-    def train(projector: nn.Module, multiplier: float, second_rate: float) -> torch.Tensor:
-        """Take twenty steps, and return the outputs before the last one."""
+    def train(projector: nn.Module, multiplier: float, second_layer_rate: float) -> torch.Tensor:
+        """Take twenty steps, and return the outputs from which the last step was computed."""
         groups = [
             {"params": projector.linear_1.parameters(), "lr": 2e-4},
-            {"params": projector.linear_2.parameters(), "lr": second_rate},
+            {"params": projector.linear_2.parameters(), "lr": second_layer_rate},
         ]
         # Adam's steps don't depend on the gradients' scale only if eps is far below them.
         adam = torch.optim.AdamW(groups, eps=1e-30, weight_decay=0.0)
@@ -119,8 +119,8 @@ def test_dividing_weights_and_rate_by_k_is_the_same_as_a_multiplier_of_one_over_
             adam.step()
         return output
 
-    by_multiplier = train(multiplied, multiplier=1 / k, second_rate=2e-4)
-    by_division = train(divided, multiplier=1.0, second_rate=2e-4 / k)
+    by_multiplier = train(multiplied, multiplier=1 / k, second_layer_rate=2e-4)
+    by_division = train(divided, multiplier=1.0, second_layer_rate=2e-4 / k)
     assert torch.allclose(by_multiplier, by_division, rtol=1e-9, atol=1e-12)
 
 
@@ -129,15 +129,15 @@ def test_dividing_weights_and_rate_by_k_is_the_same_as_a_multiplier_of_one_over_
 
 @pytest.fixture
 def trained_one_step(composed: Callable[..., Path], tmp_path: Path) -> Path:
-    """The folder of a model after one step. The first layer's learning rate was 1e-3, and the second's 4e-3."""
+    """The folder of a model after one step, in which the projector's layers had the learning rates 1e-3 and 4e-3."""
     Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "red"}]
     rows = [{"image": "red.png", "conversations": turns}] * 4
     (tmp_path / "data.json").write_text(json.dumps(rows))
 
     fields: dict[str, Any] = {
-        **FAST,
-        **INSTRUCT,
+        **FAST,  # makes training fast on a CPU
+        **INSTRUCT,  # trains as in stage 2
         "model_name_or_path": str(composed()),
         "dataset_name": str(tmp_path / "data.json"),
         "output_dir": str(tmp_path / "out"),
@@ -163,8 +163,9 @@ def test_the_second_layer_learns_at_its_own_rate(composed: Callable[..., Path], 
 
 
 def test_gradients_of_both_layers_are_clipped_as_one_module(trained_one_step: Path) -> None:
-    clipped = measures.read_training(trained_one_step, max_grad_norm=0.0)["clipped"]
+    clipped = measures.read_training(trained_one_step)["clipped"]  # has a value for each module
     projector_modules = [name for name in clipped if "projector" in name]
+    # The norm behind the two layers is a module of its own.
     assert projector_modules == ["multi_modal_projector", "multi_modal_projector.norm"]
 
 
@@ -185,7 +186,7 @@ def test_rows_about_drawings_by_emojione_are_left_out(tmp_path: Path, monkeypatc
 
 @pytest.fixture
 def pictures_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which the study looks for drawings and their list. It holds one drawing, `red.png`."""
+    """The folder in which the study looks for drawings and their list. It has one picture, `red.png`."""
     for module in (measures, evaluate):
         monkeypatch.setattr(module, "RUN", tmp_path)
     folder = tmp_path / "pictures"
@@ -195,7 +196,7 @@ def pictures_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_list(folder: Path, names_by_artist: dict[str, list[str]]) -> None:
-    """Write the list of drawings: for each artist, one drawing of each name. All have the same file."""
+    """Write the list of drawings: for each artist, a drawing of each name. All have the picture `red.png`."""
     records = []
     for artist, names in names_by_artist.items():
         for name in names:
@@ -219,7 +220,7 @@ def test_a_name_is_right_for_its_drawing_and_for_a_near_copy(
     model = NormLlavaForConditionalGeneration.from_pretrained(always_a()).eval()
     processor = AutoProcessor.from_pretrained(always_a())
     measured = measures.measure_model(model, processor)
-    # Models are trained on noto's drawings, so these aren't measured.
+    # "1" stands for a right name. Models are trained on noto's drawings, so the names of these aren't measured.
     assert measured["hits"] == {"twemoji": "1100", "emojione": "1000", "openmoji": "0"}
 
 
@@ -231,10 +232,10 @@ def test_tokens_point_at_the_name_that_they_are_made_from(
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
     processor = AutoProcessor.from_pretrained(composed())
     embedding_norms = model.get_input_embeddings().weight.norm(dim=-1)
-    text_norm = embedding_norms[embedding_norms > 0].mean()
+    text_norm = embedding_norms[embedding_norms > 0].mean()  # T, without rows of zeros, which stand for no token
 
     def make_image_tokens(model: Any, processor: Any, records: list[Record]) -> torch.Tensor:
-        """Four image tokens for each drawing: the mean text embedding of its name, at three times the text's norm."""
+        """Four equal image tokens for each drawing: its name's mean text embedding, with three times the norm T."""
         tokens = []
         for record in records:
             name = f" {record['name']}"
@@ -247,7 +248,7 @@ def test_tokens_point_at_the_name_that_they_are_made_from(
     monkeypatch.setattr(measures, "image_tokens", make_image_tokens)
     measured = measures.measure_tokens(model, processor)
     assert measured["names_by_tokens"] == 100
-    assert measured["norm"] == pytest.approx(3, rel=1e-4)
+    assert measured["norm"] == pytest.approx(3, rel=1e-4)  # in units of T
 
 
 # A run's commit and folder

@@ -9,18 +9,19 @@ from examples.theory import theory
 
 
 @pytest.mark.parametrize("attraction", [0.0, -0.4, 0.5, 1.0])
-def test_theorem_1_is_the_mean_of_random_updates(attraction: float) -> None:
+def test_the_expected_cosine_is_the_mean_of_random_draws(attraction: float) -> None:
+    num_draws = 20_000
     cosine = 0.3
     theta_image = 0.5
     theta_text = 1.1
     simulated = theory.simulate_cosine(
-        cosine, theta_image, theta_text, attraction, hidden_size=128, num_draws=20_000, seed=1
+        cosine, theta_image, theta_text, attraction, hidden_size=128, num_draws=num_draws, seed=1
     )
     expected = theory.expected_cosine(
         torch.tensor(cosine), torch.tensor(theta_image), torch.tensor(theta_text), attraction
     )
-    standard_error = simulated.std().item() / 20_000**0.5
-    # With an attraction of 1 nothing is random, and the standard error is 0.
+    standard_error = simulated.std().item() / num_draws**0.5
+    # With an attraction of 1 nothing is random, and the standard error is 0. Then only 1e-6 is left, for rounding.
     tolerance = 4 * standard_error + 1e-6
     assert simulated.mean().item() == pytest.approx(expected.item(), abs=tolerance)
 
@@ -36,17 +37,18 @@ def test_turning_the_image_token_too_lowers_the_cosine() -> None:
     assert both_turn.item() == pytest.approx(0.5)  # cos 45° squared
 
 
-def test_random_draws_agree_with_the_pages_statements() -> None:
+def test_random_draws_agree_with_theory_md() -> None:
     shares = theory.check_statements(num_draws=20_000, seed=3)
     assert shares["retention falls when the norm of image tokens alone is lowered"] == 1
     assert shares["Lemma 1 fails"] == 0
     assert shares["the longer token turns by a larger angle"] == 0
-    # Eq. 9 says that the token with the larger norm turns by the angle with the smaller tangent. Its angle is the
-    # smaller one, but an angle above 90 degrees has a negative tangent. THEORY.md says that eq. 9 fails in 10%.
-    assert 0.05 < shares["eq. 9 fails: its tangent is the larger"] < 0.15
+    # Eq. 9 says that the longer token's angle has the smaller tangent. The longer token's angle is indeed smaller. But
+    # if the other angle is above 90 degrees, its tangent is negative, and eq. 9 fails. THEORY.md says that this is so
+    # in 10% of the draws.
+    assert 0.05 < shares["eq. 9 fails: the longer token's tangent is larger"] < 0.15
 
 
-def test_in_the_window_of_attraction_turning_more_helps() -> None:
+def test_turning_more_helps_only_in_the_window_of_attraction() -> None:
     cosine = torch.tensor(0.5, dtype=torch.float64)
     smaller_angle = torch.tensor(0.05, dtype=torch.float64)
     larger_angle = torch.tensor(0.7, dtype=torch.float64)
@@ -55,7 +57,7 @@ def test_in_the_window_of_attraction_turning_more_helps() -> None:
     assert 0 < low < high < 1
 
     def gain(attraction: torch.Tensor) -> float:
-        """How much the expected cosine rises if the image token turns by the larger angle."""
+        """How much higher the expected cosine is if the image token turns by the larger angle."""
         turned_more = theory.expected_cosine(cosine, larger_angle, theta_text, attraction)
         turned_less = theory.expected_cosine(cosine, smaller_angle, theta_text, attraction)
         return (turned_more - turned_less).item()

@@ -2,10 +2,12 @@
 
     python -m examples.emoji.study
 
-The study needs the backbones and the drawings, which the first two steps of `examples.emoji.run` make. Each run adds
-a record, which is one line, to `runs/emoji/study/records.jsonl`. All runs of a seed are on one kind of CPU or GPU. To
-count runs of another machine, copy their lines into that file first. A block's results are printed only when all of
-its runs are done.
+An arm is one way to make and train a model. A block of the study compares arms: it runs each of its arms with each of
+its seeds. The study needs the backbones and the drawings, which the first two steps of `examples.emoji.run` make.
+
+Each run adds a record, which is one line, to `runs/emoji/study/records.jsonl`. All runs of a seed must be on one kind
+of CPU or GPU. To count runs of another machine, copy their lines into that file first. A block's results are printed
+only when all of its runs are done.
 """
 
 import argparse
@@ -47,7 +49,7 @@ RECORDS = WORK / "records.jsonl"
 
 
 def read_records() -> list[Record]:
-    """Read the records of the runs that are done, in the order of the file. Equal lines are read once.
+    """Read the records of the runs that are done, in the order of the file. If lines are equal, only the first counts.
 
     Raises:
         UserError: if a run has two different records, or if runs were trained on different rows.
@@ -55,7 +57,7 @@ def read_records() -> list[Record]:
     if not RECORDS.exists():
         return []
     lines = RECORDS.read_text(encoding="utf-8").splitlines()
-    different_lines = dict.fromkeys(lines)  # keeps their order
+    different_lines = dict.fromkeys(lines)  # unlike a set, keeps the order
     records = [json.loads(line) for line in different_lines]
 
     runs = set()
@@ -73,7 +75,7 @@ def read_records() -> list[Record]:
 
 
 def planned_blocks(records: Sequence[Record]) -> list[Block]:
-    """The blocks in the order in which they run. Block 2 gets more seeds if its first results are unclear."""
+    """The blocks in the order in which they run. Block 2 has more seeds if its first seeds' results are unclear."""
     if not needs_more_seeds(records):
         return list(BLOCKS)
     longer_block_2 = dataclasses.replace(BLOCK_2, seeds=[*BLOCK_2.seeds, *BLOCK_2_MORE_SEEDS])
@@ -81,7 +83,7 @@ def planned_blocks(records: Sequence[Record]) -> list[Block]:
 
 
 def describe_progress(records: Sequence[Record], processor: str) -> str:
-    """A text about each block: its results if it is done, otherwise how many runs are left and how long they take."""
+    """Each block's results as text. For a block that isn't done, the text says instead how many runs are left."""
     texts = []
     for block in planned_blocks(records):
         num_left = len(cells_left(block, records, processor))
@@ -106,7 +108,7 @@ def describe_runs_left(block: Block, num_left: int, records: Sequence[Record], p
 def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float | None:
     """The mean minutes of a training step in the runs of this processor; `None` if it has done no run.
 
-    The mean is too low if a run was stopped and resumed: its `minutes` are those since it was resumed.
+    If a run was stopped and resumed, the mean is too low: the record's `minutes` are those since the run was resumed.
     """
     steps_by_block = {block.number: block.steps for block in BLOCKS}
     minutes_per_step = []
@@ -119,7 +121,7 @@ def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float
 
 
 class Runner:
-    """Makes the runs of cells, several at the same time, each in processes of its own. A cell is an arm with a seed.
+    """Makes the runs of cells, each in processes of its own. A cell is an arm of a block with a seed: a run to make.
 
     Args:
         commit: The commit of the code, which is written into each record.
@@ -130,9 +132,13 @@ class Runner:
         self._commit = commit
         self._at_once = at_once
         self._records_lock = Lock()
-        # A lock for each seed, so that only one of its runs makes the shared start.
+        # All runs of a seed start from one model, the shared start. With a lock for each seed, only one run makes it.
         self._start_locks: dict[int, Lock] = {}
-        self._environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
+        self._environment = {
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns in processes that fork
+            "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait would take time from other runs
+        }
         if at_once > 1:
             num_cores = os.cpu_count() or 1  # None if the system doesn't say
             threads_per_run = max(1, num_cores // at_once)
@@ -153,7 +159,7 @@ class Runner:
     def _run_cell(self, cell: Cell) -> None:
         """Run a cell, add its record to the file of records, and print the study's progress."""
         shared_start = self._make_start(cell.seed)
-        arm_number = cell.block.arms.index(cell.arm)
+        arm_number = cell.block.arms.index(cell.arm)  # shorter than the arm's name, which has spaces
         folder = WORK / f"block{cell.block.number}-arm{arm_number}-seed{cell.seed}"
         block_arm_and_seed = (str(cell.block.number), cell.arm.name, str(cell.seed))
         self._run_module("examples.emoji.study.run", *block_arm_and_seed, str(shared_start), str(folder), self._commit)
@@ -184,8 +190,8 @@ class Runner:
 
     def _run_module(self, module: str, *arguments: str) -> None:
         """Run a module of the study in a process of its own."""
-        command = [sys.executable, "-m", module, *arguments]
-        subprocess.run(command, cwd=ROOT, env=self._environment, check=True)
+        python_command = [sys.executable, "-m", module, *arguments]
+        subprocess.run(python_command, cwd=ROOT, env=self._environment, check=True)
 
 
 def find_commit(given: str | None) -> str:
@@ -245,7 +251,7 @@ def main() -> None:
 
 
 def next_cells(blocks: Sequence[Block], records: Sequence[Record], processor: str) -> list[Cell]:
-    """The runs that are left of the first unfinished block. The list is empty if all blocks are done."""
+    """The first unfinished block's runs that are left. The list is empty if all blocks are done."""
     for block in blocks:
         cells = cells_left(block, records, processor)
         if cells:

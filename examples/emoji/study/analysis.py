@@ -1,7 +1,8 @@
 """Compares the arms of a block by the statistical tests that docs/study.md named before the first run.
 
-The tests are those of a linear model of the runs' outcomes. It has a mean for each arm and an offset for each
-processor, so that arms are compared within processors. Every processor ran all arms equally often.
+An arm is one way to make and train a model, and is run with several seeds. A processor is a kind of CPU or GPU. The
+tests are those of a linear model of the runs' outcomes. The linear model has a mean for each arm and an offset for
+each processor, so that arms are compared within processors. Every processor ran all arms equally often.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +29,11 @@ from examples.emoji.study.cells import (
 from examples.emoji.study.measures import PRIMARY
 
 
-# Two arms of block 2 differ if the p of their difference is below a bound. There is a bound for the first look at the
-# results, after eight seeds, and another for the second look, after sixteen (O'Brien and Fleming).
+# Two arms of block 2 differ if the p of their difference is below a bound. The results are looked at after eight
+# seeds, and perhaps again after sixteen seeds. Each look has a bound of its own (O'Brien and Fleming).
 FIRST_LOOK = 0.005
 SECOND_LOOK = 0.048
-# Two arms are called equal if the adjusted interval of their difference lies within plus and minus this many points.
+# Two arms are called equal if Tukey's interval of their difference lies between minus and plus this many points.
 EQUAL_WITHIN = 3.0
 
 
@@ -58,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two arms, and the outcome of `arm` less that of `other`.
+    """Two arms, and the mean outcome of `arm` less the mean outcome of `other`.
 
     The adjusted interval and the adjusted p allow for the comparison of all pairs of arms (Tukey).
     """
@@ -71,7 +72,7 @@ class Pair:
     adjusted_high: float
     adjusted_p: float
     level: float
-    """The arms differ if `adjusted_p` is below this bound. The adjusted interval has the confidence 1 - `level`."""
+    """The arms differ if `adjusted_p` is below this bound. The confidence of the adjusted interval is 1 - `level`."""
 
     @property
     def verdict(self) -> str:
@@ -101,16 +102,17 @@ class ArmModel:
 
         # The first coefficients are the arms' means. The others are the processors' offsets.
         design = np.concatenate([arm_columns, processor_columns], axis=1)
-        self._coefficients, squares = self._fit(design, y)
+        self._coefficients, squared_residuals = self._fit(design, y)
         self._degrees_of_freedom = len(y) - design.shape[1]
-        self._variance = squares / self._degrees_of_freedom
+        self._variance = squared_residuals / self._degrees_of_freedom
         self._covariance = self._variance * np.linalg.inv(design.T @ design)  # of the coefficients
 
         # For the F test: how much worse the fit is if all arms have the same mean.
         one_mean = np.ones((len(y), 1))
         design_with_one_mean = np.concatenate([one_mean, processor_columns], axis=1)
-        _, squares_with_one_mean = self._fit(design_with_one_mean, y)
-        self._variance_between_arms = (squares_with_one_mean - squares) / (len(self.arms) - 1)
+        _, squared_residuals_with_one_mean = self._fit(design_with_one_mean, y)
+        squares_between_arms = squared_residuals_with_one_mean - squared_residuals
+        self._variance_between_arms = squares_between_arms / (len(self.arms) - 1)
 
     @staticmethod
     def _processor_columns(processors: Sequence[str]) -> np.ndarray:
@@ -141,7 +143,7 @@ class ArmModel:
         return float(stats.f.sf(ratio, len(self.arms) - 1, self._degrees_of_freedom))
 
     def _estimate(self, weights: Mapping[str, float]) -> tuple[float, float]:
-        """A weighted sum of the arms' means, and its standard error. `weights` has a weight for each arm's name."""
+        """A weighted sum of the arms' means, and the sum's standard error. Keys of `weights` are the arms' names."""
         contrast = np.zeros(len(self._coefficients))
         for arm, weight in weights.items():
             contrast[self.arms.index(arm)] = weight
@@ -150,7 +152,7 @@ class ArmModel:
         return float(estimate), float(variance**0.5)
 
     def difference(self, weights: Mapping[str, float]) -> Difference:
-        """A weighted sum of the arms' means, tested against 0. The weights must sum to 0, such as 1 and -1."""
+        """A weighted sum of the arms' means, tested against 0. The sum of the weights must be 0, as with 1 and -1."""
         estimate, error = self._estimate(weights)
         reach = stats.t.ppf(0.975, self._degrees_of_freedom) * error
         p = 2 * stats.t.sf(abs(estimate) / error, self._degrees_of_freedom)
@@ -162,7 +164,7 @@ class ArmModel:
         Args:
             arm: Name of the first arm.
             other: Name of the arm that is subtracted.
-            level: The probability that not all pairs' adjusted intervals cover the true differences.
+            level: The probability that at least one pair's adjusted interval misses the true difference.
         """
         weights = {arm: 1.0, other: -1.0}
         estimate, error = self._estimate(weights)
@@ -216,7 +218,7 @@ def judge_block_2(records: Sequence[Record]) -> tuple[float, list[Pair]]:
     num_seeds = len({record["seed"] for record in records})
     level = SECOND_LOOK if num_seeds > len(BLOCK_2.seeds) else FIRST_LOOK
     model = fit_primary(records)
-    names = [SCALED.name, LAYER_NORM.name, NOTHING.name]
+    names = [SCALED.name, LAYER_NORM.name, NOTHING.name]  # the first arm of a pair comes earlier here
     pairs = [model.pair(arm, other, level) for arm, other in combinations(names, 2)]
     return model.f_test(), pairs
 
@@ -233,10 +235,11 @@ def needs_more_seeds(records: Sequence[Record]) -> bool:
 def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
     """Block 1's results: the effects of its two factors, and their interaction.
 
-    Below, T is the norm of text embeddings, and k is the factor by which a new projector's image tokens are above it.
-    One factor is the norm at which image tokens enter the decoder: T in two arms, and k times T in the other two. The
-    other factor is how fast the projector's second layer learns, relative to its weights: in `SCALED` and
-    `NOTHING_FAST` it learns k times as fast as in the other two arms.
+    T is the mean norm of text embeddings. With a new projector, the norm of image tokens is k times T.
+
+    One factor is the norm at which image tokens enter the decoder: T in `SCALED` and `SCALED_SLOWLY`, and k times T in
+    the other two arms. The other factor is how fast the projector's second layer learns, relative to its weights: in
+    `SCALED` and `NOTHING_FAST` it learns k times as fast as in the other two arms.
 
     Returns:
         `norm`: what the smaller norm gains, averaged over both rates.
@@ -244,6 +247,7 @@ def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
         `interaction`: how much more the faster second layer gains at the smaller norm than at the larger.
     """
     model = fit_primary(records)
+    # The weights 0.5 and -0.5 give the mean of two arms less the mean of the other two.
     norm = {SCALED.name: 0.5, SCALED_SLOWLY.name: 0.5, NOTHING_FAST.name: -0.5, NOTHING.name: -0.5}
     rate = {SCALED.name: 0.5, SCALED_SLOWLY.name: -0.5, NOTHING_FAST.name: 0.5, NOTHING.name: -0.5}
     interaction = {SCALED.name: 1.0, SCALED_SLOWLY.name: -1.0, NOTHING_FAST.name: -1.0, NOTHING.name: 1.0}
@@ -257,7 +261,7 @@ def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
 def simple_effects(records: Sequence[Record]) -> dict[str, Difference]:
     """The effect of each factor of block 1 at each level of the other factor.
 
-    These effects count only if the interaction is clear. Relative rate 1 is that of `SCALED`.
+    These effects count only if the interaction is clear. The relative rate of `SCALED` is called 1.
     """
     model = fit_primary(records)
     return {
@@ -281,8 +285,9 @@ def adjust_main_effects(effects: Mapping[str, Difference]) -> dict[str, float]:
 def describe_gain(difference: Difference) -> str:
     """A difference in words with its 95% interval.
 
-    Examples are "gain 4.0 points (2.0 to 6.0)" and "lose 2.0 points (1.0 to 3.0)". If the interval has 0 inside, its
-    ends keep their signs, and are gains: "lose 1.0 points (-3.0 to 1.0 gained)".
+    Examples are "gain 4.0 points (2.0 to 6.0)" and "lose 2.0 points (1.0 to 3.0)". If 0 is inside the interval, one
+    end is a gain and the other end is a loss. Both are then given as gains with signs, as in "lose 1.0 points (-3.0 to
+    1.0 gained)".
     """
     verb = "gain" if difference.estimate >= 0 else "lose"
     points = f"{verb} {abs(difference.estimate):.1f} points"
@@ -309,6 +314,7 @@ def conclude_block_1(effects: Mapping[str, Difference]) -> str:
         return (
             f"Smaller image embeddings {describe_gain(norm)}; models with a faster second layer {describe_gain(rate)}."
         )
+    # An effect that isn't clear explains less than the upper end of its interval, or than 0 if that end is below 0.
     if norm_is_clear:
         return (
             f"At equal relative rates, smaller image embeddings {describe_gain(norm)}; "
@@ -325,7 +331,7 @@ def conclude_block_1(effects: Mapping[str, Difference]) -> str:
 
 
 def tabulate_means(records: Sequence[Record]) -> pd.DataFrame:
-    """The mean of each measure over an arm's runs: a row for each measure, a column for each arm."""
+    """A table of the means over each arm's runs, with a row for each measure and a column for each arm."""
     rows = []
     for record in records:
         row = {"arm": record["arm"], "primary outcome, %": primary_outcome(record)}
@@ -345,7 +351,7 @@ def tabulate_means(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def describe_effects(differences: Mapping[str, Difference]) -> str:
-    """A line of text for each difference. Keys are the differences' names."""
+    """A line of text for each difference. Keys of `differences` are the names that the lines begin with."""
     lines = []
     for name, difference in differences.items():
         interval = f"({difference.low:.2f} to {difference.high:.2f})"

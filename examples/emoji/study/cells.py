@@ -12,7 +12,7 @@ from typing import Any
 
 # The record of a run: one line of records.jsonl.
 Record = dict[str, Any]
-# Learning rate of the projector. In an arm with a `rate_power`, the projector's second layer has another rate.
+# Learning rate of the projector. Some arms give the projector's second layer another rate (`Arm.rate_power`).
 PROJECTOR_RATE = 2e-4
 # Learning rate of the norm behind the projector.
 NORM_RATE = 1.2e-4
@@ -21,8 +21,8 @@ NORM_RATE = 1.2e-4
 class Projector(StrEnum):
     """What an arm does with the shared projector, from which all arms of a seed start.
 
-    T is the mean norm of text embeddings. Before the shared projector was scaled, image tokens had k times that norm.
-    The scaling divided the projector's second layer by k.
+    The shared projector has been scaled: its second layer was divided by a number k, so that image tokens enter the
+    decoder with the norm T. T is the mean norm of text embeddings. Before, the norm of image tokens was k times T.
     """
 
     PLAIN = "plain"
@@ -68,17 +68,17 @@ NOTHING = Arm("nothing", Projector.PLAIN)
 SCALED = Arm("scaled once", Projector.SCALED)
 LAYER_NORM = Arm("LayerNorm at T", Projector.NORM)
 # Image tokens enter the decoder at T, as in `SCALED`. The second layer's weights and its learning rate are both 1/k of
-# those in `NOTHING`. So relative to its weights, the layer learns as fast as there.
+# those in `NOTHING`. So relative to its weights, the layer learns as fast as in `NOTHING`.
 SCALED_SLOWLY = Arm("scaled once, second layer at 1/k of the rate", Projector.SCALED, rate_power=-1)
 # Image tokens enter the decoder at k times T, as in `NOTHING`. The second layer's weights and its learning rate are
-# both k times those in `SCALED`. So relative to its weights, the layer learns as fast as there.
+# both k times those in `SCALED`. So relative to its weights, the layer learns as fast as in `SCALED`.
 NOTHING_FAST = Arm("nothing, second layer at k times the rate", Projector.PLAIN, rate_power=1)
 
 BLOCK_2 = Block(
     number=2,
     question="What to do: nothing, scale once, or a norm?",
     arms=(NOTHING, SCALED, LAYER_NORM),
-    steps=293,
+    steps=293,  # as many as the recipe of the emoji example takes
     seeds=range(101, 109),
 )
 # Further seeds of block 2. They run only if the first seeds leave open whether `SCALED` or `LAYER_NORM` is better.
@@ -87,7 +87,7 @@ BLOCK_1 = Block(
     number=1,
     question="Is it the norm of image tokens, or the second layer's relative rate?",
     arms=(SCALED, SCALED_SLOWLY, NOTHING_FAST, NOTHING),
-    steps=146,
+    steps=146,  # half of block 2's steps
     seeds=range(201, 209),
 )
 # The blocks in the order in which they run.
@@ -104,9 +104,10 @@ def arms_done(block: Block, records: Sequence[Record]) -> dict[tuple[int, str], 
 
 
 def complete_seeds(block: Block, records: Sequence[Record]) -> dict[int, str]:
-    """The seeds with which one processor has run every arm of a block, each with the name of that processor.
+    """The complete seeds of a block, each with a processor's name.
 
-    If several processors have run every arm with a seed, the processor that finished first is returned.
+    A seed is complete if one processor has run every arm with it. The name is that of this processor. If several
+    processors have run every arm, it is the one that finished first.
 
     Args:
         block: The block.
@@ -127,11 +128,12 @@ def complete_seeds(block: Block, records: Sequence[Record]) -> dict[int, str]:
 
 
 def records_that_count(block: Block, records: Sequence[Record]) -> list[Record]:
-    """The records that a block's results are computed from: those of each complete seed on its processor."""
+    """The records from which a block's results are computed: those of the seeds and processors in `complete_seeds`."""
     processor_by_seed = complete_seeds(block, records)
     chosen = []
     for record in records:
-        if record["block"] == block.number and record["processor"] == processor_by_seed.get(record["seed"]):
+        processor = processor_by_seed.get(record["seed"])  # None if the seed isn't complete
+        if record["block"] == block.number and record["processor"] == processor:
             chosen.append(record)
     return chosen
 
@@ -139,9 +141,9 @@ def records_that_count(block: Block, records: Sequence[Record]) -> list[Record]:
 def cells_left(block: Block, records: Sequence[Record], processor: str) -> list[Cell]:
     """The runs of a block that this processor has to do, in order.
 
-    All arms of a seed must run on one processor. So this processor first finishes the seeds that it began, and then
-    takes the seeds that no processor has begun. The seeds that only another processor has begun come last: this
-    processor then runs all of their arms, including those that the other processor has done.
+    All arms of a seed must run on one processor. So this processor first finishes the seeds that it has begun, and
+    then takes the seeds that no processor has begun. The seeds that only another processor has begun come last. Of
+    these, this processor runs all arms, even the arms that the other processor has run.
     """
     done = arms_done(block, records)
     begun_anywhere = {seed for seed, _ in done}

@@ -3,9 +3,10 @@
     python -m examples.emoji.study.check SEED
 
 The study aligns one projector, the shared start, and makes all arms from it. `training/compose.py` aligns each arm by
-itself. This command makes every arm of block 2 in both ways. For each model it prints the norm of image tokens, the
-percentage of drawings whose image tokens point at the right name, and the mean cosine between its image tokens and
-those of the shared start. The same table is written into `runs/emoji/study/check-SEED.json`.
+itself. This command makes every arm of block 2 in both ways. It prints a table with a row for each model: the norm of
+the model's image tokens, the percentage of drawings whose image tokens point at the right name, and the mean cosine
+between the model's image tokens and those of the shared start. The same table is written into
+`runs/emoji/study/check-SEED.json`.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def check_arms(seed: int) -> list[dict[str, Any]]:
         if not (composed / "processor_config.json").exists():
             compose_arm(arm.projector, seed, composed)
         model_by_command = NormLlavaForConditionalGeneration.from_pretrained(composed)
-        model_by_study, processor = make_arm_model(arm, shared_start)
+        model_by_study, processor = make_arm_model(arm, shared_start)  # both models have the same processor
 
         for made_by, model in (("study", model_by_study), ("command", model_by_command)):
             measured = measure_tokens(model.eval(), processor)

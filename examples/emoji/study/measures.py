@@ -21,9 +21,10 @@ from training.align import embed_captions
 # secondary artist's drawings are only reported.
 PRIMARY = ("twemoji", "emojione")
 SECONDARY = ("openmoji",)
-BATCH_SIZE = 64
-# Pairs of things whose drawings are near copies of each other, as one sees in the drawings that models are trained on.
-# The name on the left counts as the name on the right.
+MAX_GRAD_NORM = 1.0  # above this norm, the trainer clips the gradient of a module
+BATCH_SIZE = 64  # drawings that the vision encoder takes at once
+# Things whose drawings are near copies of each other. They were found among the drawings that models are trained on. A
+# name on the left counts as the name on the right.
 SAME_DRAWING = {
     "ram": "ewe",
     "two hump camel": "camel",
@@ -41,7 +42,7 @@ def read_pictures() -> list[Record]:
 
 
 def drawings_by(artist: str) -> list[Record]:
-    """An artist's drawings. Their order is that of the list, so it is the same in every run."""
+    """An artist's drawings, in the order of pictures.json. So their order is the same in every run."""
     return [record for record in read_pictures() if record["set"] == artist]
 
 
@@ -51,7 +52,7 @@ def all_names() -> list[str]:
 
 
 def is_right(given: str, record: Record) -> bool:
-    """Whether a given name is right for a drawing. The name of a near copy is right too (`SAME_DRAWING`)."""
+    """Whether a given name is right for a drawing. By `SAME_DRAWING`, the name of a near copy is right too."""
     right = record["name"]
     given_counts_as = SAME_DRAWING.get(given, given)
     right_counts_as = SAME_DRAWING.get(right, right)
@@ -59,7 +60,7 @@ def is_right(given: str, record: Record) -> bool:
 
 
 def as_digits(hits: list[bool]) -> str:
-    """One digit for each drawing: 1 where its name was right, otherwise 0."""
+    """A text with one digit for each drawing: "1" if the given name was right, otherwise "0"."""
     return "".join("1" if hit else "0" for hit in hits)
 
 
@@ -127,10 +128,10 @@ def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProc
 
 
 def measure_gain(model: Any) -> float | None:
-    """How much the gain (the weight) of the projector's LayerNorm has grown in training.
+    """How much the gain (the weight) of the LayerNorm behind the projector has grown in training.
 
     Returns:
-        The mean gain divided by the gain at the start; `None` if the model has no LayerNorm there.
+        The mean gain divided by the gain at the start; `None` if the model has no such LayerNorm.
     """
     config = model.config
     if config.projector_norm == "none":
@@ -140,22 +141,22 @@ def measure_gain(model: Any) -> float | None:
     return gain / gain_at_start
 
 
-def read_training(folder: Path, max_grad_norm: float = 1.0) -> dict[str, Any]:
+def read_training(folder: Path) -> dict[str, Any]:
     """Read what the trainer logged.
 
     Args:
         folder: Folder of the trained model.
-        max_grad_norm: The gradient norm above which the trainer clipped the gradient of a module.
 
     Returns:
         `losses`: the loss of each logged step.
         `clipped`: for each module, the percentage of logged steps in which its gradient was clipped.
     """
-    steps = pd.read_json(folder / "metrics.jsonl", lines=True).dropna(subset="loss")
+    lines = pd.read_json(folder / "metrics.jsonl", lines=True)
+    steps = lines.dropna(subset="loss")  # the other lines are no training steps
     clipped = {}
     for column in steps.columns:
         if column.startswith("grad_norm/"):
             module = column.removeprefix("grad_norm/")
-            is_clipped = steps[column] > max_grad_norm
+            is_clipped = steps[column] > MAX_GRAD_NORM
             clipped[module] = 100 * float(is_clipped.mean())
     return {"losses": steps["loss"].tolist(), "clipped": clipped}

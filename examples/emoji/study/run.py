@@ -37,7 +37,8 @@ def processor_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
 
-    # A paragraph for each core, with lines such as "model name : Intel(R) Xeon(R) Processor". The first core is read.
+    # The file has a paragraph for each core, with lines such as "model name : Intel(R) Xeon(R) Processor". Only the
+    # first core's paragraph is read.
     first_core, *_ = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")
     fields = {}
     for line in first_core.splitlines():
@@ -46,9 +47,9 @@ def processor_name() -> str:
 
     name = fields.get("model name", platform.machine())
     family = fields.get("cpu family")
-    number = fields.get("model")
+    model = fields.get("model")  # a number, unlike "model name"
     instructions = torch.backends.cpu.get_cpu_capability()  # such as "AVX512"
-    return f"{name} (family {family} model {number}), {instructions}"
+    return f"{name} (family {family} model {model}), {instructions}"
 
 
 def claim_folder(folder: Path, commit: str) -> None:
@@ -82,10 +83,11 @@ def train_model(cell: Cell, untrained: Path, trained: Path, rate: float) -> None
         trained: Folder to write the trained model to.
         rate: Learning rate of the projector's second layer.
     """
+    rows = write_rows("train.json", untrained)
     options = {
         "config": RECIPE,
         "model_name_or_path": untrained,
-        "dataset_name": write_rows("train.json", untrained),
+        "dataset_name": rows,
         "image_folder": RUN / "pictures",
         "output_dir": trained,
         "seed": cell.seed,
@@ -111,7 +113,7 @@ def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Recor
         commit: Commit of this code.
 
     Returns:
-        The run's record.
+        The run's record. `start` has measures of the untrained model, and `end` has those of the trained model.
     """
     time_at_begin = time.monotonic()
     claim_folder(folder, commit)
@@ -175,7 +177,7 @@ def main(block_number: str, arm_name: str, seed: str, shared_start: str, folder:
     if commit_now is not None and commit_now != commit:
         raise RuntimeError(f"The study runs commit {commit}, and the code is {commit_now}.")
 
-    # Otherwise convolutions on a GPU would round float32 to TF32.
+    # With TF32, convolutions on a GPU would round float32.
     torch.backends.cudnn.allow_tf32 = False
     cell = find_cell(int(block_number), arm_name, int(seed))
     record = run_cell(cell, Path(shared_start), Path(folder), commit)

@@ -3,8 +3,9 @@
     python -m examples.emoji.study.starts SEED FOLDER
 
 The command makes the shared start of a seed. This is a composed model whose projector has been scaled, so that image
-tokens enter the decoder with the norm T, the mean norm of text embeddings, and then aligned with captions. All arms of
-the seed start from this model, and so differ only in what each arm changes.
+tokens enter the decoder with the norm T, the mean norm of text embeddings. The scaled projector has then been aligned
+with captions. All arms of the seed start from this model, and so differ only in what each arm changes. An arm is one
+way to make and train a model.
 """
 
 import json
@@ -25,8 +26,8 @@ from training.align import align
 from training.compose import compose, interface_norms
 
 
-# The artist whose drawings the study leaves out of training. The example's files of rows have no drawings by the two
-# artists that the example itself holds out, Twemoji and OpenMoji.
+# The artist whose drawings the study leaves out of training, besides those of Twemoji and OpenMoji. The example's
+# files of rows have no drawings by these two.
 LEFT_OUT = "emojione"
 START_FILE = "start.json"
 
@@ -52,8 +53,8 @@ def write_rows(name: str, folder: Path) -> Path:
 def make_start(seed: int, folder: Path) -> None:
     """Make a seed's shared start: compose a model, scale its projector to T, align the projector, and save the model.
 
-    `training/compose.py --projector_norm none --scale_projector --captions` does the same. Here the folder also gets
-    `START_FILE` with the number `k` of `read_norm_ratio`.
+    `training/compose.py --projector_norm none --scale_projector --captions` does the same. But here the folder also
+    gets `START_FILE`, which has the number k: the norm of image tokens before the projector was scaled, divided by T.
     """
     # The model is composed twice from the same random numbers: once to measure k, and once with the scaled projector.
     arguments: dict[str, Any] = {
@@ -84,7 +85,7 @@ def make_start(seed: int, folder: Path) -> None:
 
 
 def read_norm_ratio(start: Path) -> float:
-    """The number k of docs/study.md: the norm of image tokens before the projector was scaled, divided by T."""
+    """The number k that `make_start` wrote: the norm of image tokens before the projector was scaled, divided by T."""
     fields = json.loads((start / START_FILE).read_text(encoding="utf-8"))
     return fields["k"]
 
@@ -100,7 +101,7 @@ def make_arm_model(arm: Arm, start: Path) -> tuple[NormLlavaForConditionalGenera
     processor = AutoProcessor.from_pretrained(start)
     projector = model.model.multi_modal_projector
 
-    # Undo the scaling.
+    # Undo the scaling, which divided the second layer by k.
     if arm.projector is not Projector.SCALED:
         model.config.projector_scaled = False
         k = read_norm_ratio(start)

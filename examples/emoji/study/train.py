@@ -21,7 +21,7 @@ from training.trainer import NormLlavaTrainer
 class SecondLayerTrainer(NormLlavaTrainer):
     """A [`NormLlavaTrainer`] that has another learning rate for the projector's second layer.
 
-    Gradients are clipped as in `NormLlavaTrainer`: those of the projector's two layers together, as one module.
+    Gradients are clipped as in `NormLlavaTrainer`, in which the projector's two layers count as one module.
     """
 
     def __init__(self, second_layer_rate: float, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ class SecondLayerTrainer(NormLlavaTrainer):
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of `NormLlavaTrainer`, but the second layer's parameters are in groups of their own."""
-        if self.optimizer is not None:
+        if self.optimizer is not None:  # its groups have been divided already
             return self.optimizer
 
         optimizer = super().create_optimizer(model)
@@ -51,7 +51,7 @@ class SecondLayerTrainer(NormLlavaTrainer):
 
 def main(second_layer_rate: float, argv: list[str]) -> None:
     """Train with the options of training/sft.py, and this learning rate for the projector's second layer."""
-    # Otherwise convolutions on a GPU would round float32 to TF32.
+    # With TF32, convolutions on a GPU would round float32.
     torch.backends.cudnn.allow_tf32 = False
 
     # training/sft.py has no option for this rate, so its trainer's class is replaced while it runs.

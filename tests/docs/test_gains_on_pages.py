@@ -12,7 +12,7 @@ from examples.emoji.gains import ARMS, CONTROL, differences, read_runs, t_interv
 ROOT = Path(__file__).parents[2]
 # The columns of depth.csv with the scores of the kinds of questions about digits.
 KINDS = ["digit", "colour", "both", "compare", "count", "sum", "long"]
-# The comparisons on digits in the findings' table: the decoder, the arm and the variant of the compared runs in depth.csv.
+# The comparisons on digits in the findings: the decoder, the arm and the variant of the compared runs in depth.csv.
 # Each is compared with the arm "none" of the same decoder and variant.
 DIGIT_COMPARISONS = [
     ("3x128", "gwc", "plain"),

@@ -51,8 +51,8 @@ def load_rows(
             the Hub need it if their pictures are paths.
         config: The configuration, if the dataset has several.
         split: The split.
-        streaming: Whether to return a stream. It reads parquet files and datasets while its rows are used. JSON files
-            and saved datasets are read first.
+        streaming: Whether to return a stream. It reads parquet files, folders of loose files and datasets on the Hub
+            while its rows are used. JSON files, and folders that `save_to_disk` wrote, are read first.
 
     Raises:
         UserError: if the file, folder, split or configuration doesn't exist, holds no rows, or can't be read.
@@ -190,9 +190,11 @@ def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
         _warn_once(name, field)
 
     row_id = fields.get("id")
-    if not row_id:
-        text = row["conversations"] or fields  # all fields if the turns can't be read
-        row_id = str(text)[:80]
+    if row_id in (None, ""):
+        content = row["conversations"]
+        if not content:  # the turns can't be read
+            content = fields
+        row_id = str(content)[:80]
     return row | {"image_folder": image_folder, "source": f"{name}, row {row_id}"}
 
 

@@ -97,9 +97,10 @@ def make_arguments(parser: TrlParser, fields: dict[str, Any]) -> tuple[RunArgume
     Raises:
         UserError: if [`check_arguments`] refuses them.
     """
-    options = {name: value for name, value in fields.items() if name != "recipe"}
-    run_args, args = parser.parse_dict(options)
-    run_args.recipe = fields["recipe"]
+    recipe_path = fields["recipe"]
+    parsed_fields = {name: value for name, value in fields.items() if name != "recipe"}
+    run_args, args = parser.parse_dict(parsed_fields)
+    run_args.recipe = recipe_path
     check_arguments(run_args, args)
     return run_args, args
 

@@ -42,7 +42,8 @@ def sweep_rows(
     Args:
         changes: For each dose but 1, the change of the share of right answers of each picture. The loss of the right
             answer changes by the same number with the opposite sign.
-        answers: "several" if the data has several answers to the question, "one", or "no".
+        answers: "several" if the model can choose from the different answers of several rows, "one" if all rows have
+            the same answer, so that only its loss is measured, and "no" if rows have no answers.
         updates_are_known: Whether what layer 1's attention adds is told apart from what its MLP adds.
     """
     rows = []
@@ -85,7 +86,9 @@ def test_advice_follows_clear_changes_of_right_answers(
     [
         # `sweep_rows` lets the loss rise where right answers fall.
         pytest.param({0.3: -CLEAR, 3.0: UNCLEAR}, "one", Advice.HARMS, [], [0.3], id="loss, one worse"),
-        pytest.param({0.3: -CLEAR, 3.0: CLEAR}, "one", Advice.MAY_HELP, [3.0], [0.3], id="loss, one better"),
+        pytest.param(
+            {0.3: -CLEAR, 3.0: CLEAR}, "one", Advice.MAY_HELP, [3.0], [0.3], id="loss, one worse, one better"
+        ),
         pytest.param({0.3: -CLEAR, 3.0: CLEAR}, "no", None, [], [], id="no answers"),
     ],
 )
@@ -157,20 +160,20 @@ def expected_share(eps: float) -> float:
     return float(with_eps / without_eps)
 
 
-def norm_of_eps(eps: float) -> float:
-    """Norm of a token with as many coordinates as `TOKEN` whose mean square is `eps`."""
+def norm_at_mean_square(eps: float) -> float:
+    """The norm that `TOKEN` would have if its mean square were `eps`."""
     return (len(TOKEN) * eps) ** 0.5
 
 
 def test_the_share_that_eps_leaves_is_that_of_rms_norm() -> None:
     expected = expected_share(eps=0.003)
     assert expected < KEPT_BY_EPS
-    assert share_kept_by_eps(image_norm=5.0, eps_norm=norm_of_eps(0.003)) == pytest.approx(expected)
+    assert share_kept_by_eps(image_norm=5.0, eps_norm=norm_at_mean_square(0.003)) == pytest.approx(expected)
 
 
 def test_an_eps_that_hardly_matters_is_not_told() -> None:
     assert expected_share(eps=0.002) >= KEPT_BY_EPS
-    assert share_kept_by_eps(image_norm=5.0, eps_norm=norm_of_eps(0.002)) is None
+    assert share_kept_by_eps(image_norm=5.0, eps_norm=norm_at_mean_square(0.002)) is None
 
 
 def test_the_interval_of_a_share_is_cut_off_at_0_and_1() -> None:
@@ -218,7 +221,7 @@ def test_the_norms_in_layer_1_are_told() -> None:
     assert ". The norm of these image tokens is below what attention adds.\n" in text
 
 
-def test_norms_in_layer_1_that_are_not_known_are_told() -> None:
+def test_it_is_said_if_the_norms_in_layer_1_are_not_known() -> None:
     text = sweep_text({0.3: ZERO, 3.0: ZERO}, updates_are_known=False)
     assert "attention and MLP add was not told apart" in text
 

@@ -62,7 +62,7 @@ def test_the_card_shows_the_key_adapters_of_the_config_and_the_weights(
 def test_training_before_the_adapters_were_added_is_recorded(
     trained_run: Path, adapted_run: Path, tmp_path: Path
 ) -> None:
-    # The run that trained the adapters started from this folder, which `add_key_adapters` makes from the run before.
+    # `add_key_adapters` makes the folder `with_adapters` from the first run. The second run started from that folder.
     run = shutil.copytree(adapted_run, tmp_path / "run")
     with_adapters = tmp_path / "with_adapters"
     arguments = ["--model", str(trained_run), "--rank", str(RANK), "--output_dir", str(with_adapters)]

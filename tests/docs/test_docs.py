@@ -213,7 +213,7 @@ def test_the_recipe_of_the_readme_is_whole(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe.text, encoding="utf-8")
     # This raises an error if the recipe lacks a required field.
     run_args, _ = parse_arguments(["--config", str(tmp_path / "recipe.yaml")])
-    assert run_args.stage == "instruct"
+    assert run_args.stage == "adapt"
 
 
 def read_makefile() -> str:

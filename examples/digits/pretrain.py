@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from scenes import CELL, COLOURS, DIGITS, Row, make_random_scene, render, split_digits
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -37,6 +36,7 @@ from transformers import (
 from conversations.chat_template import chat_template
 from conversations.rows import to_messages
 from conversations.tokens import IGNORED
+from examples.digits.scenes import CELL, COLOURS, DIGITS, Row, make_random_scene, render, split_digits
 
 
 logger = logging.getLogger(__name__)

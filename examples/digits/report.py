@@ -18,7 +18,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
-from scenes import CHANCE, QUESTIONS_PER_TEST_SCENE, make_picture_turns
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from common.console import command, parse
@@ -28,6 +27,7 @@ from diagnostics.loading import load_model
 from diagnostics.parts import THIRDS
 from diagnostics.plots import draw_overview, save_figure
 from diagnostics.table import Summary
+from examples.digits.scenes import CHANCE, QUESTIONS_PER_TEST_SCENE, make_picture_turns
 from examples.results import draw_answers, record_scores
 
 

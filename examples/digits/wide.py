@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
-from quickstart import RUN, training_command
-from report import load_scene_questions, make_image_prompt, share_right
-from scenes import CHANCE
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from common.console import command, parse
 from common.errors import UserError
 from diagnostics.answers import answer_prompts
+from examples.digits.quickstart import RUN, training_command
+from examples.digits.report import load_scene_questions, make_image_prompt, share_right
+from examples.digits.scenes import CHANCE
 from examples.steps import ROOT, Step, run_steps
 
 

@@ -86,9 +86,7 @@ def test_advice_follows_clear_changes_of_right_answers(
     [
         # `sweep_rows` lets the loss rise where right answers fall.
         pytest.param({0.3: -CLEAR, 3.0: UNCLEAR}, "one", Advice.HARMS, [], [0.3], id="loss, one worse"),
-        pytest.param(
-            {0.3: -CLEAR, 3.0: CLEAR}, "one", Advice.MAY_HELP, [3.0], [0.3], id="loss, worse and better"
-        ),
+        pytest.param({0.3: -CLEAR, 3.0: CLEAR}, "one", Advice.MAY_HELP, [3.0], [0.3], id="loss, worse and better"),
         pytest.param({0.3: -CLEAR, 3.0: CLEAR}, "no", None, [], [], id="no answers"),
     ],
 )

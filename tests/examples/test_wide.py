@@ -5,25 +5,17 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
+
+from examples.digits import wide
 
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, which imports the modules beside it as a script does."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "digits"))
-    import wide
-
-    return wide
-
-
-def test_a_wide_picture_has_one_scene_and_is_black_elsewhere(wide: Any, tmp_path: Path) -> None:
+def test_a_wide_picture_has_one_scene_and_is_black_elsewhere(tmp_path: Path) -> None:
     Image.new("RGB", (32, 32), "white").save(tmp_path / "scene.png")
     wide.widen(tmp_path / "scene.png", tmp_path / "wide.png", random.Random(0))
     with Image.open(tmp_path / "wide.png") as picture:
@@ -33,7 +25,7 @@ def test_a_wide_picture_has_one_scene_and_is_black_elsewhere(wide: Any, tmp_path
     assert left % 32 == 0
 
 
-def test_rows_keep_their_questions(wide: Any, tmp_path: Path) -> None:
+def test_rows_keep_their_questions(tmp_path: Path) -> None:
     source = tmp_path / "data"
     (source / "images").mkdir(parents=True)
     Image.new("RGB", (32, 32), "white").save(source / "images" / "0.png")

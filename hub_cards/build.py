@@ -22,6 +22,7 @@ from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.answers import answer_prompts, make_prompt
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
+from hub_cards.code import list_class_files, needed_auto_maps
 from hub_cards.contents import (
     APACHE_TEXT,
     CARD_FILE,
@@ -31,7 +32,6 @@ from hub_cards.contents import (
     SERVING_FILES,
     SETTINGS_FILES,
     SPACE_FOLDER,
-    class_files,
     read_json,
 )
 from hub_cards.facts import Facts, collect_facts, is_hub_id, load_config
@@ -141,7 +141,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     # `fresh_folder` deletes what a build that was interrupted may have left.
     partial_folder = fresh_folder(folder.with_name(f"{folder.name}.partial"))
     copy_checkpoint(run, partial_folder, facts)
-    line_counts = copy_class_files(run, partial_folder)
+    line_counts = copy_class_files(run, partial_folder, facts)
     write_licence(partial_folder, licence, licence_text)
     for path in SERVING_FILES:
         shutil.copy(path, partial_folder)
@@ -255,7 +255,7 @@ def without_local_names(value: Any) -> Any:
     return kept_fields
 
 
-def copy_class_files(run: Path, folder: Path) -> dict[str, int]:
+def copy_class_files(run: Path, folder: Path, facts: Facts) -> dict[str, int]:
     """Copy this version's class files into the release folder, and count their lines.
 
     The class files in the run's folder may be another version's. They are not copied, since the model was not checked
@@ -265,7 +265,8 @@ def copy_class_files(run: Path, folder: Path) -> dict[str, int]:
         The number of lines of each class file, by the file's name.
     """
     line_counts = {}
-    for path in class_files(load_config(run)):
+    auto_maps = needed_auto_maps(load_config(run), facts.processor)
+    for path in list_class_files(auto_maps):
         shutil.copy(path, folder)
         text = path.read_text(encoding="utf-8")
         line_counts[path.name] = len(text.splitlines())

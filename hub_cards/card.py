@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.errors import UserError
 from evaluation.record import Evaluation
+from hub_cards.code import cuts_tiles
 from hub_cards.facts import Facts, TrainingStage
 from hub_cards.licences import Licence
 from hub_cards.release import Release
@@ -132,11 +133,11 @@ def render_card(
         key_adapter_rank=config.get("key_adapter_rank"),
         parts=list_parts(facts, prose),
         total=format_count(total_weights),
-        image_size=config["vision_config"].get("image_size") or NOT_RECORDED,
-        image_tokens=config.get("image_seq_length") or NOT_RECORDED,
+        pictures=describe_pictures(facts),
+        cuts_tiles=cuts_tiles(facts.processor),
         decoder_config=facts.decoder_config,
         dtypes=sorted(facts.weights.dtypes),
-        class_files=" and ".join(line_counts),
+        class_files=join_names(list(line_counts)),
         num_class_lines=sum(line_counts.values()),
         question=json.dumps(choose_question(widgets), ensure_ascii=False),
         initialization=describe_initialization(facts),
@@ -203,6 +204,25 @@ def describe_norm_layer(config: dict[str, Any]) -> str:
     """The norm layer that follows the projector, in words."""
     name = config["projector_norm"]
     return NORM_LAYERS.get(name, f"a norm (`projector_norm: {name}`)")
+
+
+def describe_pictures(facts: Facts) -> str:
+    """Sentences on how a picture becomes image tokens."""
+    size = facts.config["vision_config"].get("image_size") or NOT_RECORDED
+    num_tokens = facts.config.get("image_seq_length") or NOT_RECORDED
+    if not cuts_tiles(facts.processor):
+        return f"Pictures of {size} pixels a side become {num_tokens} tokens."
+
+    # `image_seq_length` counts the tokens of one tile. A grid of several tiles is followed by the thumbnail.
+    max_grid_tiles = facts.processor["image_processor"]["max_patches"]
+    most_tiles = max_grid_tiles + 1
+    sentences = (
+        f"A picture is cut into at most {max_grid_tiles} tiles of {size} pixels a side, and each tile becomes "
+        f"{num_tokens} tokens. If there are two tiles or more, the whole picture follows as one more tile"
+    )
+    if num_tokens == NOT_RECORDED:
+        return f"{sentences}."
+    return f"{sentences}, so a picture has at most {most_tiles} tiles and {most_tiles * num_tokens} tokens."
 
 
 def describe_initialization(facts: Facts) -> str:
@@ -381,6 +401,14 @@ def list_commands(evaluations: list[Evaluation]) -> list[str]:
     """
     commands = [" ".join(evaluation.command.split()) for evaluation in evaluations]
     return list(dict.fromkeys(commands))  # without duplicates
+
+
+def join_names(names: list[str]) -> str:
+    """Names as text: "a", "a and b", or "a, b and c"."""
+    *first_names, last_name = names
+    if not first_names:
+        return last_name
+    return f"{', '.join(first_names)} and {last_name}"
 
 
 def escape_cell(value: object) -> str:

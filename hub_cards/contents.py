@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformers.dynamic_module_utils import get_relative_import_files
-
 import modeling_normllava
 from common.errors import UserError
 from conversations import pixels
@@ -77,21 +75,6 @@ def is_listed(name: str) -> bool:
     return name in LISTED_FILES or LISTED_PATTERN.fullmatch(name) is not None
 
 
-def class_files(config: Any) -> list[Path]:
-    """This version's class files for a model with this config.
-
-    They are the files that the config's `auto_map` names, and the files that these import.
-    """
-    files = set()
-    for reference in config.auto_map.values():
-        # A reference names a file and a class in it, such as "modeling_normllava.NormLlavaModel".
-        module = reference.split(".")[0]
-        file = CLASS_FOLDER / f"{module}.py"
-        files.add(file)
-        files.update(Path(imported) for imported in get_relative_import_files(file))
-    return sorted(files)
-
-
 def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
@@ -102,3 +85,11 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}).") from error
+
+
+def read_processor(folder: Path) -> dict[str, Any]:
+    """The content of a folder's processor_config.json; empty if there is no such file."""
+    path = folder / "processor_config.json"
+    if not path.exists():
+        return {}
+    return read_json(path)

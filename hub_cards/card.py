@@ -110,7 +110,8 @@ def render_card(
         prose: The recipe's text.
         release: The repository and the tag that the card names.
         widgets: Examples with the model's answers.
-        line_counts: Number of lines of each class file (a Python file of the model's classes), by the file's name.
+        line_counts: Number of lines of each class file (a Python file of the model's classes), by the file's name;
+            empty for a plain Llava.
     """
     config = facts.config
     total_weights = sum(facts.weights.counts.values())
@@ -135,6 +136,7 @@ def render_card(
         total=format_count(total_weights),
         pictures=describe_pictures(facts),
         cuts_tiles=cuts_tiles(facts.processor),
+        is_plain_llava=facts.is_plain_llava,
         decoder_config=facts.decoder_config,
         dtypes=sorted(facts.weights.dtypes),
         class_files=join_names(list(line_counts)),
@@ -176,6 +178,10 @@ def build_metadata(
         )
         results.append(result)
 
+    tags = ["conversational", "normllava"]
+    if not facts.is_plain_llava:
+        tags.insert(0, "custom_code")
+
     # Fields that are `None` are left out of the YAML block.
     return ModelCardData(
         base_model=facts.base_models or None,
@@ -186,7 +192,7 @@ def build_metadata(
         license=licence.identifier,
         model_name=name_model(release),
         pipeline_tag="image-text-to-text",
-        tags=["custom_code", "conversational", "normllava"],
+        tags=tags,
         widget=widgets or None,
     )
 
@@ -404,11 +410,10 @@ def list_commands(evaluations: list[Evaluation]) -> list[str]:
 
 
 def join_names(names: list[str]) -> str:
-    """Names as text: "a", "a and b", or "a, b and c"."""
-    *first_names, last_name = names
-    if not first_names:
-        return last_name
-    return f"{', '.join(first_names)} and {last_name}"
+    """Names as text: "a", "a and b", or "a, b and c"; empty without names."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def escape_cell(value: object) -> str:

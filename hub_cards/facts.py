@@ -21,6 +21,7 @@ from diagnostics.report import with_interval
 from diagnostics.table import Summary
 from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.contents import read_json, read_processor
+from hub_cards.plain import is_plain_llava
 from hub_cards.weights import Weights, read_weights
 from modeling_normllava import NormLlavaConfig
 
@@ -91,6 +92,7 @@ class Facts:
         weights: What the weight files hold.
         config: The content of config.json.
         processor: The content of processor_config.json.
+        is_plain_llava: Whether transformers' own classes run the model, see [`~hub_cards.plain.is_plain_llava`].
         decoder_config: The language model's config, as transformers reads it. Here the fields that the card shows
             have the same names in all model families. In `config` they have not.
         text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
@@ -107,6 +109,7 @@ class Facts:
     weights: Weights
     config: dict[str, Any]
     processor: dict[str, Any]
+    is_plain_llava: bool
     decoder_config: PreTrainedConfig
     text_model: str | None
     vision_model: str | None
@@ -136,13 +139,15 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
     """
     model_config = load_config(run)
     config = read_json(run / "config.json")
+    processor = read_processor(run)
     stages = collect_stages(run)
     weights = read_weights(run)
     weights_hash = fingerprint(weights.file_hashes)
     return Facts(
         weights=weights,
         config=config,
-        processor=read_processor(run),
+        processor=processor,
+        is_plain_llava=is_plain_llava(model_config, processor),
         decoder_config=model_config.get_text_config(),
         text_model=find_part_id(config, "text", text_model),
         vision_model=find_part_id(config, "vision", vision_model),

@@ -1,7 +1,5 @@
-"""Ask a release as a stranger does: in a process of its own that can't import this project, or through a server."""
+"""Ask a release as a stranger does: in a process of its own that can't import this project."""
 
-import base64
-import io
 import os
 import subprocess
 import sys
@@ -45,10 +43,3 @@ def ask_here(model: Any, processor: Any, picture: Image.Image) -> tuple[torch.Te
     num_prompt_tokens = inputs["input_ids"].shape[1]
     answer = processor.decode(generated[0, num_prompt_tokens:], skip_special_tokens=True)
     return logits, answer.strip()
-
-
-def make_data_url(picture: Image.Image) -> str:
-    """A picture as a data URL."""
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

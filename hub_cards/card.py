@@ -53,6 +53,8 @@ class Prose:
         datasets: Hub ids of the training data.
         language_model: Where the language model comes from, if it is neither on the Hub nor trained from scratch.
         vision_encoder: Where the vision encoder comes from, if it is neither on the Hub nor trained from scratch.
+        benchmarks: Tasks of datasets that the Hub registers as benchmarks, by the dataset's Hub id. A dataset's file
+            eval.yaml names its tasks. Results on these are also written for the Hub's leaderboards.
     """
 
     summary: str
@@ -64,6 +66,7 @@ class Prose:
     datasets: list[str] = field(default_factory=list)
     language_model: str = ""
     vision_encoder: str = ""
+    benchmarks: dict[str, str] = field(default_factory=dict)
 
 
 def read_prose(path: Path, facts: Facts) -> Prose:
@@ -80,9 +83,11 @@ def read_prose(path: Path, facts: Facts) -> Prose:
         known_fields = ", ".join(entry.name for entry in fields(Prose))
         raise UserError(f"{path} is not a card's prose ({error}). Its fields are: {known_fields}.") from error
 
-    # Each value is a text or a list of texts.
+    # Each value is a text, a list of texts, or a mapping of texts.
     for name, value in content.items():
         texts = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            texts = [*value.keys(), *value.values()]
         if not all(isinstance(text, str) for text in texts):
             raise UserError(
                 f'{path}: {name} is {value!r}, not text. YAML reads an unquoted `no` as false: write "no".'

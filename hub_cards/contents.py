@@ -66,8 +66,11 @@ LISTED_FILES = {
     *(path.name for path in SERVING_FILES),
     *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),  # all class files, but not __init__.py
 }
-# Numbered files may be published too, such as model-00001-of-00002.safetensors and images/example1.png.
-LISTED_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")
+# Files with these names may be published too, such as model-00001-of-00002.safetensors, images/example1.png, and the
+# results on a benchmark of this name, .eval_results/gsm8k.yaml.
+LISTED_PATTERN = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png|\.eval_results/[A-Za-z0-9][\w.-]*\.yaml"
+)
 
 
 def is_listed(name: str) -> bool:

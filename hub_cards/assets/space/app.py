@@ -27,7 +27,7 @@ GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_rep
 # The text below the figure.
 CAPTION = (
     "How sure the model is of each word of its answer, with your picture and with a grey one in its place. Where the "
-    "bars are alike, the word didn't need the picture."
+    "bars are alike, the model says the word of a grey picture too."
 )
 
 if "MODEL" not in os.environ or "REVISION" not in os.environ:

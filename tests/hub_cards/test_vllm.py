@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,9 +82,9 @@ def wide_text_model(backbones: Callable[[str], Path], tmp_path_factory: pytest.T
     return folder
 
 
-def compose_wide(backbones: Callable[[str], Path], wide_text_model: Path, folder: Path, projector_norm: str) -> Path:
-    """Compose a model with wide heads, and save it into a folder."""
-    model, processor = compose(str(backbones("siglip")), str(wide_text_model), projector_norm=projector_norm)
+def compose_wide(backbones: Callable[[str], Path], wide_text_model: Path, folder: Path, **options: Any) -> Path:
+    """Compose a model with wide heads, with these options of `compose`, and save it into a folder."""
+    model, processor = compose(str(backbones("siglip")), str(wide_text_model), **options)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
@@ -128,10 +129,22 @@ def compare_answers(vllm_python: Path, folder: Path, implementation: str, scratc
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # installing vLLM's environment takes five to fifteen minutes
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"projector_norm": "gwc"}, id="norm"),
+        pytest.param({"spatial_merge_size": 2}, id="merged patches"),
+        pytest.param({"max_tiles": 4}, id="tiles"),
+    ],
+)
 def test_vllms_transformers_backend_answers_as_transformers_does(
-    vllm_python: Path, backbones: Callable[[str], Path], wide_text_model: Path, tmp_path: Path
+    options: dict[str, Any],
+    vllm_python: Path,
+    backbones: Callable[[str], Path],
+    wide_text_model: Path,
+    tmp_path: Path,
 ) -> None:
-    folder = compose_wide(backbones, wide_text_model, tmp_path / "model", projector_norm="gwc")
+    folder = compose_wide(backbones, wide_text_model, tmp_path / "model", **options)
     compare_answers(vllm_python, folder, "transformers", tmp_path)
 
 

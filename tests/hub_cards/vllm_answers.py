@@ -39,7 +39,8 @@ def main() -> None:
 
 def make_prompts(processor: Any) -> list[dict[str, Any]]:
     """A prompt with a picture, and a prompt without a picture, in vLLM's form."""
-    picture = Image.linear_gradient("L").convert("RGB")
+    # Twice as wide as high, so that a processor that cuts tiles makes two of it and the thumbnail.
+    picture = Image.linear_gradient("L").convert("RGB").resize((56, 28))
     with_picture = format_chat(processor, [{"type": "image"}, {"type": "text", "text": "what is it?"}])
     without_picture = format_chat(processor, [{"type": "text", "text": "who are you?"}])
     return [

@@ -90,7 +90,11 @@ def test_an_answer_without_words_has_an_empty_figure(words_module: ModuleType) -
     assert len(words_module.draw_words([]).axes[0].patches) == 0
 
 
-@pytest.mark.parametrize("options", [{"projector_norm": "none"}, {"max_tiles": 4}, {"key_adapter_rank": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"projector_norm": "none"}, {"max_tiles": 4}, {"key_adapter_rank": 4}, {"spatial_merge_size": 2}],
+    ids=str,
+)
 def test_models_of_each_kind_are_served(
     options: dict[str, Any],
     composed: Callable[..., Path],

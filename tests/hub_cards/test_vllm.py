@@ -134,7 +134,11 @@ def compare_answers(vllm_python: Path, folder: Path, implementation: str, scratc
     [
         pytest.param({"projector_norm": "gwc"}, id="norm"),
         pytest.param({"spatial_merge_size": 2}, id="merged patches"),
-        pytest.param({"max_tiles": 4}, id="tiles"),
+        pytest.param(
+            {"max_tiles": 4},
+            id="tiles",
+            marks=pytest.mark.xfail(strict=True, reason="vLLM takes each tile for a picture of its own, and stops"),
+        ),
     ],
 )
 def test_vllms_transformers_backend_answers_as_transformers_does(

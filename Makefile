@@ -32,11 +32,13 @@ $(EVALUATION_VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 # For one slow test: vLLM pins torch and caps transformers. Its `torch==...+cpu` is not on PyPI: where no local build is
-# at hand, name the index of PyTorch's CPU builds in PIP_EXTRA_INDEX_URL. PyPI's torchvision and its kin need CUDA's torch.
+# at hand, name the index of PyTorch's CPU builds in PIP_EXTRA_INDEX_URL. PyPI's torchaudio
+# and torchcodec need CUDA's torch. vLLM's Llava imports torchvision, which can do without its compiled operators.
 $(VLLM_VENV)/installed: tests/hub_cards/vllm_requirements.txt
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet --requirement $<
-	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec
+	sed -i '/^    _meta_registrations,$$/d' $(VLLM_VENV)/lib/python3.11/site-packages/torchvision/__init__.py
 	touch $@
 
 quickstart: install ## a small model from nothing, and its report: 4 to 5 minutes

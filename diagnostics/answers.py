@@ -4,6 +4,7 @@ To find the likeliest answer, the model reads the question once, and then scores
 """
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -154,9 +155,19 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
         inputs: The prompt as [`encode_prompts`] returns it, with a batch size of 1.
     """
     cache = DynamicCache(config=model.config.get_text_config())  # the model fills it
-    logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
+    logits = model(**inputs, **{cache_argument(model): cache}, logits_to_keep=1).logits
     first_log_probabilities = logits[0, -1].float().log_softmax(dim=-1)
     return PromptState(cache, first_log_probabilities)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name of the argument by which a model takes a cache.
+
+    It is `past_key_values` in models of older versions of transformers, and `cache` in those of newer ones, which know
+    the old name until 5.40.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 @torch.no_grad()
@@ -191,7 +202,7 @@ def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[
 
     # No attention mask is given, because decoders with positions in three axes (Qwen2-VL) take no mask together with a
     # cache. None is needed: padding comes after the answer, and tokens attend only to earlier tokens.
-    logits = model(input_ids=padded_answers[:, :-1], past_key_values=cache).logits
+    logits = model(input_ids=padded_answers[:, :-1], **{cache_argument(model): cache}).logits
     log_probabilities = logits.float().log_softmax(dim=-1)  # [num_answers, padded_length - 1, vocab_size]
 
     distributions_by_answer = []

@@ -22,6 +22,7 @@ from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.answers import answer_prompts, make_prompt
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
+from hub_cards.code import list_class_files, needed_auto_maps
 from hub_cards.contents import (
     APACHE_TEXT,
     CARD_FILE,
@@ -31,11 +32,13 @@ from hub_cards.contents import (
     SERVING_FILES,
     SETTINGS_FILES,
     SPACE_FOLDER,
-    class_files,
+    WEIGHTS_INDEX,
     read_json,
 )
+from hub_cards.eval_results import write_eval_results
 from hub_cards.facts import Facts, collect_facts, is_hub_id, load_config
 from hub_cards.licences import APACHE, Licence, choose_licence
+from hub_cards.plain import as_llava_index, as_llava_settings, copy_as_llava
 from hub_cards.release import Release, read_release
 
 
@@ -141,13 +144,17 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     # `fresh_folder` deletes what a build that was interrupted may have left.
     partial_folder = fresh_folder(folder.with_name(f"{folder.name}.partial"))
     copy_checkpoint(run, partial_folder, facts)
-    line_counts = copy_class_files(run, partial_folder)
+    line_counts: dict[str, int] = {}
+    if not facts.is_plain_llava:
+        line_counts = copy_class_files(run, partial_folder, facts)
     write_licence(partial_folder, licence, licence_text)
     for path in SERVING_FILES:
         shutil.copy(path, partial_folder)
     if facts.diagnostics is not None:
         plot = run / "diagnostics" / "figures" / "overview.png"
         copy_picture(plot, partial_folder / OVERVIEW_PLOT)
+
+    write_eval_results(partial_folder, facts.evaluations, prose.benchmarks)
 
     release = Release(
         repo_id=options.repo_id,
@@ -223,17 +230,31 @@ def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
 
 
 def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
-    """Copy the weights, the tokenizer and the settings. The settings lose the names of this machine's folders."""
-    weight_files = list(facts.weights.file_hashes)
-    for name in [*weight_files, *COPIED_FILES]:
+    """Copy the weights, the tokenizer and the settings. The settings lose the names of this machine's folders.
+
+    Of a plain Llava, weights and settings are written as transformers' own Llava has them.
+    """
+    vision_type = facts.config["vision_config"]["model_type"]
+    for name in facts.weights.file_hashes:
+        if facts.is_plain_llava:
+            copy_as_llava(run / name, folder, vision_type)
+        else:
+            shutil.copy(run / name, folder)
+
+    for name in COPIED_FILES:
         if (run / name).exists():
             shutil.copy(run / name, folder)
 
     for name in SETTINGS_FILES:
-        if (run / name).exists():
-            settings = without_local_names(read_json(run / name))
-            text = json.dumps(settings, indent=2, ensure_ascii=False)
-            (folder / name).write_text(text + "\n", encoding="utf-8")
+        if not (run / name).exists():
+            continue
+        settings = without_local_names(read_json(run / name))
+        if facts.is_plain_llava and name == "config.json":
+            settings = as_llava_settings(settings)
+        if facts.is_plain_llava and name == WEIGHTS_INDEX:
+            settings = as_llava_index(settings, vision_type)
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def without_local_names(value: Any) -> Any:
@@ -255,7 +276,7 @@ def without_local_names(value: Any) -> Any:
     return kept_fields
 
 
-def copy_class_files(run: Path, folder: Path) -> dict[str, int]:
+def copy_class_files(run: Path, folder: Path, facts: Facts) -> dict[str, int]:
     """Copy this version's class files into the release folder, and count their lines.
 
     The class files in the run's folder may be another version's. They are not copied, since the model was not checked
@@ -265,7 +286,8 @@ def copy_class_files(run: Path, folder: Path) -> dict[str, int]:
         The number of lines of each class file, by the file's name.
     """
     line_counts = {}
-    for path in class_files(load_config(run)):
+    auto_maps = needed_auto_maps(load_config(run), facts.processor)
+    for path in list_class_files(auto_maps):
         shutil.copy(path, folder)
         text = path.read_text(encoding="utf-8")
         line_counts[path.name] = len(text.splitlines())
@@ -282,7 +304,7 @@ def write_licence(folder: Path, licence: Licence, text: str) -> None:
     if licence.notice is not None:
         (folder / "NOTICE").write_text(licence.notice, encoding="utf-8")
     if licence is not APACHE:
-        # The class files are under Apache's licence, whose section 4a asks for a copy of the licence.
+        # The Python files are under Apache's licence, whose section 4a asks for a copy of the licence.
         shutil.copy(APACHE_TEXT, folder)
 
 

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.errors import UserError
 from evaluation.record import Evaluation
+from hub_cards.code import cuts_tiles
 from hub_cards.facts import Facts, TrainingStage
 from hub_cards.licences import Licence
 from hub_cards.release import Release
@@ -52,6 +53,8 @@ class Prose:
         datasets: Hub ids of the training data.
         language_model: Where the language model comes from, if it is neither on the Hub nor trained from scratch.
         vision_encoder: Where the vision encoder comes from, if it is neither on the Hub nor trained from scratch.
+        benchmarks: Tasks of datasets that the Hub registers as benchmarks, by the dataset's Hub id. A dataset's file
+            eval.yaml names its tasks. Results on these are also written for the Hub's leaderboards.
     """
 
     summary: str
@@ -63,6 +66,7 @@ class Prose:
     datasets: list[str] = field(default_factory=list)
     language_model: str = ""
     vision_encoder: str = ""
+    benchmarks: dict[str, str] = field(default_factory=dict)
 
 
 def read_prose(path: Path, facts: Facts) -> Prose:
@@ -79,9 +83,11 @@ def read_prose(path: Path, facts: Facts) -> Prose:
         known_fields = ", ".join(entry.name for entry in fields(Prose))
         raise UserError(f"{path} is not a card's prose ({error}). Its fields are: {known_fields}.") from error
 
-    # Each value is a text or a list of texts.
+    # Each value is a text, a list of texts, or a mapping of texts.
     for name, value in content.items():
         texts = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            texts = [*value.keys(), *value.values()]
         if not all(isinstance(text, str) for text in texts):
             raise UserError(
                 f'{path}: {name} is {value!r}, not text. YAML reads an unquoted `no` as false: write "no".'
@@ -109,7 +115,8 @@ def render_card(
         prose: The recipe's text.
         release: The repository and the tag that the card names.
         widgets: Examples with the model's answers.
-        line_counts: Number of lines of each class file (a Python file of the model's classes), by the file's name.
+        line_counts: Number of lines of each class file (a Python file of the model's classes), by the file's name;
+            empty for a plain Llava.
     """
     config = facts.config
     total_weights = sum(facts.weights.counts.values())
@@ -132,11 +139,12 @@ def render_card(
         key_adapter_rank=config.get("key_adapter_rank"),
         parts=list_parts(facts, prose),
         total=format_count(total_weights),
-        image_size=config["vision_config"].get("image_size") or NOT_RECORDED,
-        image_tokens=config.get("image_seq_length") or NOT_RECORDED,
+        pictures=describe_pictures(facts),
+        cuts_tiles=cuts_tiles(facts.processor),
+        is_plain_llava=facts.is_plain_llava,
         decoder_config=facts.decoder_config,
         dtypes=sorted(facts.weights.dtypes),
-        class_files=" and ".join(line_counts),
+        class_files=join_names(list(line_counts)),
         num_class_lines=sum(line_counts.values()),
         question=json.dumps(choose_question(widgets), ensure_ascii=False),
         initialization=describe_initialization(facts),
@@ -175,6 +183,10 @@ def build_metadata(
         )
         results.append(result)
 
+    tags = ["conversational", "normllava"]
+    if not facts.is_plain_llava:
+        tags.insert(0, "custom_code")
+
     # Fields that are `None` are left out of the YAML block.
     return ModelCardData(
         base_model=facts.base_models or None,
@@ -185,7 +197,7 @@ def build_metadata(
         license=licence.identifier,
         model_name=name_model(release),
         pipeline_tag="image-text-to-text",
-        tags=["custom_code", "conversational", "normllava"],
+        tags=tags,
         widget=widgets or None,
     )
 
@@ -203,6 +215,25 @@ def describe_norm_layer(config: dict[str, Any]) -> str:
     """The norm layer that follows the projector, in words."""
     name = config["projector_norm"]
     return NORM_LAYERS.get(name, f"a norm (`projector_norm: {name}`)")
+
+
+def describe_pictures(facts: Facts) -> str:
+    """Sentences on how a picture becomes image tokens."""
+    size = facts.config["vision_config"].get("image_size") or NOT_RECORDED
+    num_tokens = facts.config.get("image_seq_length") or NOT_RECORDED
+    if not cuts_tiles(facts.processor):
+        return f"Pictures of {size} pixels a side become {num_tokens} tokens."
+
+    # `image_seq_length` counts the tokens of one tile. A grid of several tiles is followed by the thumbnail.
+    max_grid_tiles = facts.processor["image_processor"]["max_patches"]
+    most_tiles = max_grid_tiles + 1
+    sentences = (
+        f"A picture is cut into at most {max_grid_tiles} tiles of {size} pixels a side, and each tile becomes "
+        f"{num_tokens} tokens. If there are two tiles or more, the whole picture follows as one more tile"
+    )
+    if num_tokens == NOT_RECORDED:
+        return f"{sentences}."
+    return f"{sentences}, so a picture has at most {most_tiles} tiles and {most_tiles * num_tokens} tokens."
 
 
 def describe_initialization(facts: Facts) -> str:
@@ -381,6 +412,13 @@ def list_commands(evaluations: list[Evaluation]) -> list[str]:
     """
     commands = [" ".join(evaluation.command.split()) for evaluation in evaluations]
     return list(dict.fromkeys(commands))  # without duplicates
+
+
+def join_names(names: list[str]) -> str:
+    """Names as text: "a", "a and b", or "a, b and c"; empty without names."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def escape_cell(value: object) -> str:

@@ -6,13 +6,15 @@ The class files are the Python files that a release needs to load its model.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForImageTextToText
 
 from common.errors import UserError
-from hub_cards.contents import CARD_FILE, NEEDED_FILES, SETTINGS_FILES, class_files, is_listed, read_json
-from hub_cards.facts import load_config
+from hub_cards.code import find_auto_maps, list_class_files, needed_auto_maps
+from hub_cards.contents import CARD_FILE, NEEDED_FILES, SETTINGS_FILES, is_listed, read_json, read_processor
+from hub_cards.facts import read_config
 from hub_cards.release import read_release
 from hub_cards.weights import Weights, read_weights
 
@@ -84,32 +86,36 @@ def find_code_faults(folder: Path) -> list[str]:
     An `auto_map` in the settings names the code that is run when somebody loads the release.
 
     Raises:
-        UserError: if config.json doesn't describe a NormLlava.
+        UserError: if config.json can't be read.
     """
     faults = []
-    # A new config names this version's class files. The folder's config may name others.
-    config_class = type(load_config(folder))
-    new_config = config_class()
-    for path in class_files(new_config):
+    auto_maps = needed_auto_maps(read_config(folder), read_processor(folder))
+    for path in list_class_files(auto_maps):
         release_copy = folder / path.name
         if not release_copy.is_file() or release_copy.read_bytes() != path.read_bytes():
             faults.append(f"{path.name}: is not this version's file. Delete the folder, and build it again.")
 
     for name in SETTINGS_FILES:
-        if not (folder / name).is_file():
-            continue
-        settings = read_json(folder / name)
-        if name == "config.json":
-            auto_map = settings.pop("auto_map", None)
-            if auto_map != new_config.auto_map:
-                expected = json.dumps(new_config.auto_map)
-                faults.append(f"{name}: its auto_map is not {expected}. Build the folder again.")
-
-        # No other auto_map is allowed: neither one inside of config.json, such as in its `text_config`, nor one in
-        # another file.
-        if '"auto_map"' in json.dumps(settings):
-            faults.append(f'{name}: holds an "auto_map" that names other code than the release\'s. Remove it.')
+        if (folder / name).is_file():
+            faults += find_auto_map_faults(name, read_json(folder / name), auto_maps.get(name))
     return faults
+
+
+def find_auto_map_faults(name: str, settings: dict[str, Any], needed: dict[str, str] | None) -> list[str]:
+    """Why the `auto_map`s of a settings file may not be published.
+
+    Args:
+        name: The file's name.
+        settings: The file's content.
+        needed: The `auto_map` that the file must have; `None` if it must have none. Other places in the file, such as
+            the image processor's, may have the same one.
+    """
+    if needed is not None and settings.get("auto_map") != needed:
+        return [f"{name}: its auto_map is not {json.dumps(needed)}. Build the folder again."]
+
+    if any(auto_map != needed for auto_map in find_auto_maps(settings)):
+        return [f'{name}: holds an "auto_map" that names other code than the release\'s. Remove it.']
+    return []
 
 
 def find_model_faults(folder: Path, weights: Weights) -> list[str]:

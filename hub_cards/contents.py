@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformers.dynamic_module_utils import get_relative_import_files
-
 import modeling_normllava
 from common.errors import UserError
 from conversations import pixels
@@ -68,28 +66,16 @@ LISTED_FILES = {
     *(path.name for path in SERVING_FILES),
     *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),  # all class files, but not __init__.py
 }
-# Numbered files may be published too, such as model-00001-of-00002.safetensors and images/example1.png.
-LISTED_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")
+# Files with these names may be published too, such as model-00001-of-00002.safetensors, images/example1.png, and the
+# results on a benchmark of this name, .eval_results/gsm8k.yaml.
+LISTED_PATTERN = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png|\.eval_results/[A-Za-z0-9][\w.-]*\.yaml"
+)
 
 
 def is_listed(name: str) -> bool:
     """Whether the file with this path inside a release folder may be published."""
     return name in LISTED_FILES or LISTED_PATTERN.fullmatch(name) is not None
-
-
-def class_files(config: Any) -> list[Path]:
-    """This version's class files for a model with this config.
-
-    They are the files that the config's `auto_map` names, and the files that these import.
-    """
-    files = set()
-    for reference in config.auto_map.values():
-        # A reference names a file and a class in it, such as "modeling_normllava.NormLlavaModel".
-        module = reference.split(".")[0]
-        file = CLASS_FOLDER / f"{module}.py"
-        files.add(file)
-        files.update(Path(imported) for imported in get_relative_import_files(file))
-    return sorted(files)
 
 
 def read_json(path: Path) -> Any:
@@ -102,3 +88,11 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}).") from error
+
+
+def read_processor(folder: Path) -> dict[str, Any]:
+    """The content of a folder's processor_config.json; empty if there is no such file."""
+    path = folder / "processor_config.json"
+    if not path.exists():
+        return {}
+    return read_json(path)

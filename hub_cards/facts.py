@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, LlavaConfig, PreTrainedConfig
 
 from common.errors import UserError
 from common.files import fingerprint
@@ -20,7 +20,8 @@ from common.records import read_record
 from diagnostics.report import with_interval
 from diagnostics.table import Summary
 from evaluation.record import EVALUATION_FILE, Evaluation
-from hub_cards.contents import read_json
+from hub_cards.contents import read_json, read_processor
+from hub_cards.plain import is_plain_llava
 from hub_cards.weights import Weights, read_weights
 from modeling_normllava import NormLlavaConfig
 
@@ -90,6 +91,8 @@ class Facts:
     Attributes:
         weights: What the weight files hold.
         config: The content of config.json.
+        processor: The content of processor_config.json.
+        is_plain_llava: Whether transformers' own classes run the model, see [`~hub_cards.plain.is_plain_llava`].
         decoder_config: The language model's config, as transformers reads it. Here the fields that the card shows
             have the same names in all model families. In `config` they have not.
         text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
@@ -105,6 +108,8 @@ class Facts:
 
     weights: Weights
     config: dict[str, Any]
+    processor: dict[str, Any]
+    is_plain_llava: bool
     decoder_config: PreTrainedConfig
     text_model: str | None
     vision_model: str | None
@@ -134,12 +139,15 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
     """
     model_config = load_config(run)
     config = read_json(run / "config.json")
+    processor = read_processor(run)
     stages = collect_stages(run)
     weights = read_weights(run)
     weights_hash = fingerprint(weights.file_hashes)
     return Facts(
         weights=weights,
         config=config,
+        processor=processor,
+        is_plain_llava=is_plain_llava(model_config, processor),
         decoder_config=model_config.get_text_config(),
         text_model=find_part_id(config, "text", text_model),
         vision_model=find_part_id(config, "vision", vision_model),
@@ -151,7 +159,19 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
 
 
 def load_config(folder: Path) -> NormLlavaConfig:
-    """The config of the NormLlava in a folder, read by this version's class.
+    """The config of the NormLlava in a run's folder, read by this version's class.
+
+    Raises:
+        UserError: if there is no valid config, or if the folder holds an adapter or another kind of model.
+    """
+    config = read_config(folder)
+    if not isinstance(config, NormLlavaConfig):
+        raise unpublishable(folder, config)
+    return config
+
+
+def read_config(folder: Path) -> LlavaConfig:
+    """The config of the NormLlava or Llava in a folder, read by this version's class or transformers' own.
 
     Raises:
         UserError: if there is no valid config, or if the folder holds an adapter or another kind of model.
@@ -169,9 +189,15 @@ def load_config(folder: Path) -> NormLlavaConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
-    if not isinstance(config, NormLlavaConfig):
-        raise UserError(f"{path}: model_type is {config.model_type!r}, and only a NormLlava can be published.")
+    if not isinstance(config, LlavaConfig):
+        raise unpublishable(folder, config)
     return config
+
+
+def unpublishable(folder: Path, config: PreTrainedConfig) -> UserError:
+    """The error for a folder with a model of another type."""
+    path = folder / "config.json"
+    return UserError(f"{path}: model_type is {config.model_type!r}, and only a NormLlava can be published.")
 
 
 def find_part_id(config: dict[str, Any], part: str, given_id: str | None) -> str | None:

@@ -45,13 +45,15 @@ class EndpointHandler:
     def __init__(self, path: str = "") -> None:
         """Load the model and the processor from the folder `path`."""
         device_map = "auto" if torch.cuda.is_available() else None
+        # A plain Llava comes without code of its own.
+        has_code = (Path(path) / "modeling_normllava.py").exists()
         self.model = AutoModelForImageTextToText.from_pretrained(
             path,
             dtype="auto",
             device_map=device_map,
-            trust_remote_code=True,
+            trust_remote_code=has_code,
         ).eval()
-        self.processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)
+        self.processor = AutoProcessor.from_pretrained(path, trust_remote_code=has_code)
 
     @torch.no_grad()
     def __call__(self, data: dict[str, Any]) -> dict[str, str]:

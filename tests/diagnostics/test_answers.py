@@ -1,5 +1,6 @@
 """The likeliest of a list of answers, compared with scoring each answer in full; and the token ids of an answer."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, PreTrainedModel
 
-from diagnostics.answers import CHUNK_SIZE, answer_ids, encode_prompts, likeliest, make_prompt, read_prompt
+from diagnostics.answers import (
+    CHUNK_SIZE,
+    answer_ids,
+    cache_argument,
+    distributions,
+    encode_prompts,
+    likeliest,
+    make_prompt,
+    read_prompt,
+)
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -69,6 +79,34 @@ def make_template(before_text: str = "", text: str = "message.content[-1].text",
     turn = "<{{ message.role }}>" + before_text + "{{ " + text + " }}" + end_of_turn
     turns = "{% for message in messages %}" + turn + "{% endfor %}"
     return turns + "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+class NewModel(torch.nn.Module):
+    """A model that takes a cache by its new name, as transformers' own models do."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None) -> None:
+        """Does nothing."""
+
+
+class OldModel(torch.nn.Module):
+    """A model that takes a cache by its old name, as models of older versions of transformers do."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.parametrize(("model", "name"), [(NewModel(), "cache"), (OldModel(), "past_key_values")])
+def test_a_model_gets_its_cache_by_the_name_that_it_has(model: Any, name: str) -> None:
+    assert cache_argument(model) == name
+
+
+def test_no_deprecated_argument_is_used(
+    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+) -> None:
+    inputs = encode_prompts(AutoProcessor.from_pretrained(composed()), [make_prompt("What?", picture)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distributions(model, read_prompt(model, inputs), [[1, 2, 3]])
 
 
 # The tokenizer's end token is <|im_end|>. It has a second special token, <|im_start|>.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, parse_eval_result_entries
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -271,6 +271,41 @@ def test_commands_on_the_card_are_not_escaped(run: Path, build_card: Callable[..
     evaluations[0]["command"] = "python evaluate.py < rows.json | tee log"
     (run / "evaluation.json").write_text(json.dumps(evaluations))
     assert "Commands: `python evaluate.py < rows.json | tee log`." in build_card(run, **OWN_LICENCE)
+
+
+@pytest.fixture
+def run_with_benchmarks(run: Path) -> Path:
+    """The run, with results on a registered benchmark, on a dataset that may be registered, and on rows of its own."""
+    (row,) = json.loads((run / "evaluation.json").read_text())
+    harness = {"harness": "lm-eval 0.4.13", "choice": "8 shots", "value": 0.4125}
+    gsm8k = row | harness | {"dataset": "openai/gsm8k, main"}
+    mmstar = row | {"dataset": "Lin-Chen/MMStar", "value": 41.25}
+    (run / "evaluation.json").write_text(json.dumps([row, gsm8k, mmstar]))
+    return run
+
+
+def test_results_on_registered_benchmarks_are_written_for_the_hubs_leaderboards(
+    run_with_benchmarks: Path, build_card: Callable[..., str], prose: Path, tmp_path: Path
+) -> None:
+    card = build_card(run_with_benchmarks, **OWN_LICENCE)  # finds no fault
+    folder = tmp_path / "release" / ".eval_results"
+    assert [path.name for path in folder.iterdir()] == ["gsm8k.yaml"]
+    (entry,) = parse_eval_result_entries(yaml.safe_load((folder / "gsm8k.yaml").read_text()))
+    assert (entry.dataset_id, entry.task_id, entry.value) == (
+        "openai/gsm8k",
+        "gsm8k",
+        41.25,
+    )  # a harness's, in percent
+    assert entry.notes == "exact_match; test; 8 shots; lm-eval 0.4.13"
+    assert len(ModelCard(card).data.eval_results) == 3  # all results stay in the card's metadata
+
+    # The card's prose can say that a dataset is registered.
+    benchmarks = {"Lin-Chen/MMStar": "mmstar"}
+    (tmp_path / "card.yaml").write_text(prose.read_text() + yaml.safe_dump({"benchmarks": benchmarks}))
+    build_card(run_with_benchmarks, prose=tmp_path / "card.yaml", **OWN_LICENCE)
+    assert sorted(path.name for path in folder.iterdir()) == ["MMStar.yaml", "gsm8k.yaml"]
+    (entry,) = parse_eval_result_entries(yaml.safe_load((folder / "MMStar.yaml").read_text()))
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("Lin-Chen/MMStar", "mmstar", 41.25)
 
 
 def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ import importlib.util
 import io
 import runpy
 import socket
-import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from transformers import pipeline
 
 from conversations.pictures import open_images
 from hub_cards.__main__ import main as run_hub_cards
+from local_server import find_free_port, make_messages, serve
 
 
 ROOT = Path(__file__).parents[2]
@@ -157,40 +156,9 @@ def test_the_handler_refuses_a_request(request_data: dict[str, Any], message: st
 def client(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An OpenAI client that asks `hub_cards serve`, which serves the release in a process of its own."""
     log = tmp_path_factory.mktemp("server") / "log"
-    port = find_free_port()
-    command = [sys.executable, "-m", "hub_cards", "serve", str(release), "--port", str(port)]
-    with log.open("w") as file:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-    try:
-        wait_until_healthy(server, port, log)
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def find_free_port() -> int:
-    """A port on which no server listens. The system chooses it for a socket that is closed again."""
-    with socket.create_server(("127.0.0.1", 0)) as free_socket:
-        _, port = free_socket.getsockname()
-        return port
-
-
-def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Wait until the server answers, or for about two minutes. Fails with the server's log if the server has ended."""
-    for _ in range(120):
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-            return
-        except OSError:
-            assert server.poll() is None, log.read_text()
-            time.sleep(1)
-
-
-def make_messages(url: str) -> list[dict[str, Any]]:
-    """A question about the picture at this URL, as messages of OpenAI's chat completions."""
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}]
-    return [{"role": "user", "content": content}]
+    command = [sys.executable, "-m", "hub_cards", "serve", release]
+    with serve(command, ROOT, log) as openai_client:
+        yield openai_client
 
 
 PICTURE_URL = f"data:image/png;base64,{encode_picture()}"

@@ -1,10 +1,13 @@
 """What the Space answers, draws and refuses, called in this process and over HTTP."""
 
 import importlib
+import math
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import gradio as gr
 import pytest
@@ -12,15 +15,9 @@ import torch
 from gradio_client import Client, handle_file
 from huggingface_hub import metadata_load
 from PIL import Image
-from transformers import AutoProcessor
 
 from conversations.pixels import to_rgb
-from diagnostics.measures import measure_layers
-from diagnostics.probe import Probe
-from diagnostics.table import Summary
-from diagnostics.tokens import classify_sample, token_ids
 from hub_cards.contents import ASSETS
-from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 SPACE_FOLDER = ASSETS / "space"
@@ -28,12 +25,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def import_app(patch: pytest.MonkeyPatch, model: Path, space_folder: Path) -> ModuleType:
-    """Import `app.py` of a Space's folder anew, which loads this model."""
+    """Import `app.py` of a Space's folder anew, which loads this model. Its answers are short."""
     patch.setenv("MODEL", str(model))
     patch.setenv("REVISION", "main")
     patch.syspath_prepend(space_folder)
-    sys.modules.pop("app", None)
-    return importlib.import_module("app")
+    for name in ("app", "words"):
+        sys.modules.pop(name, None)
+    app = importlib.import_module("app")
+    patch.setattr(app, "MAX_NEW_TOKENS", 8)
+    return app
 
 
 @pytest.fixture(scope="module")
@@ -43,61 +43,91 @@ def space(release: Path) -> Iterator[ModuleType]:
         yield import_app(patch, release, release.with_name("release-space"))
 
 
-def test_the_spaces_values_are_those_of_the_diagnostics(
-    space: ModuleType, picture: Image.Image, composed: Callable[..., Path]
+@pytest.fixture(scope="module")
+def words_module(space: ModuleType) -> ModuleType:
+    """The Space's `words.py`, which `app.py` imports."""
+    return sys.modules["words"]
+
+
+def test_a_word_is_as_likely_as_its_tokens_together(
+    space: ModuleType, words_module: ModuleType, picture: Image.Image
 ) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
-    processor = AutoProcessor.from_pretrained(composed())
-    # The letter "x" becomes an attention sink, because its embedding gets a very large norm. The question has two.
-    (letter_id,) = processor.tokenizer("x", add_special_tokens=False)["input_ids"]
-    model.get_input_embeddings().weight.data[letter_id] *= 1000
-    inputs = space.prepare_inputs(model, processor, picture, "what is xx?")
+    inputs = space.encode_question(picture, "what is it?")
+    grey_inputs = space.encode_question(Image.new("RGB", picture.size, (128, 128, 128)), "what is it?")
+    tokenizer = space.processor.tokenizer
+    answer_ids = tokenizer("a bc<|im_end|>", return_tensors="pt").input_ids[0]  # a token for each character
+    first_word, second_word = words_module.score_words(space.model, tokenizer, inputs, grey_inputs, answer_ids)
+    assert (first_word.text, second_word.text) == ("a", "bc")
 
-    # The diagnostics exclude both sinks.
-    tokens = classify_sample(inputs, token_ids(model, processor))
-    with Probe(model, inputs, tokens) as probe, torch.no_grad():
-        model(**inputs)
-    record = probe.record()
-    assert record.tokens.excluded["sink"].sum() == 2
-    summary = Summary.of(measure_layers([record]))
-
-    means = space.measure_tokens(model, processor, inputs)
-    # The diagnostics' name of the modality "image" is "visual".
-    for modality, diagnostics_modality in (("image", "visual"), ("text", "text")):
-        norms = summary.curve("norm", diagnostics_modality)["mean"].tolist()
-        turning = summary.curve("turning", diagnostics_modality)["mean"].tolist()
-        assert means["norm"][modality] == pytest.approx(norms, rel=1e-5)
-        assert means["turning"][modality] == pytest.approx(turning, abs=1e-6)
+    # Each token's probability, from what the model says of one prompt that is longer by a token each time.
+    for question_inputs, attribute in ((inputs, "with_picture"), (grey_inputs, "with_grey")):
+        probabilities = []
+        for num_tokens_before in range(4):
+            before = answer_ids[None, :num_tokens_before]
+            input_ids = torch.cat([question_inputs["input_ids"], before], dim=1)
+            with torch.no_grad():
+                logits = space.model(input_ids=input_ids, pixel_values=question_inputs["pixel_values"]).logits
+            probability = logits[0, -1].softmax(dim=-1)[answer_ids[num_tokens_before]]
+            probabilities.append(probability.item())
+        assert getattr(first_word, attribute) == pytest.approx(probabilities[0], rel=1e-4)
+        assert getattr(second_word, attribute) == pytest.approx(math.prod(probabilities[1:]), rel=1e-4)
+    assert second_word.with_picture != second_word.with_grey
 
 
-def test_without_the_norm_layer_image_tokens_enter_the_decoder_as_the_projector_returns_them(
-    space: ModuleType, picture: Image.Image
+def test_the_figure_shows_the_first_words(words_module: ModuleType) -> None:
+    words = [words_module.Word(f"word{number}", 0.75, 0.25) for number in range(20)]
+    words[0] = words_module.Word("$5$", 0.5, 0.1)
+    words[1] = words_module.Word("an-answer-that-is-long", 0.75, 0.25)
+    axis = words_module.draw_words(words).axes[0]
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == ["$5$", "an-answer-that-…", *(f"word{number}" for number in range(2, 12))]
+    with_picture, with_grey = axis.containers
+    assert [bar.get_width() for bar in with_picture][:2] == [50, 75]
+    assert [bar.get_width() for bar in with_grey][:2] == [10, 25]
+
+
+def test_an_answer_without_words_has_an_empty_figure(words_module: ModuleType) -> None:
+    assert len(words_module.draw_words([]).axes[0].patches) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"projector_norm": "none"}, {"max_tiles": 4}, {"key_adapter_rank": 4}, {"spatial_merge_size": 2}],
+    ids=str,
+)
+def test_models_of_each_kind_are_served(
+    options: dict[str, Any],
+    composed: Callable[..., Path],
+    release: Path,
+    picture: Image.Image,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = space.prepare_inputs(space.model, space.processor, picture, "what is it?")
-    means_without_norm_layer = space.measure_without_norm_layer(inputs)
-
-    # What the norm layer gets is what the projector returns.
-    projected: list[torch.Tensor] = []
-    norm_layer = space.model.base_model.multi_modal_projector.norm
-    with norm_layer.register_forward_pre_hook(lambda module, args: projected.append(args[0])):
-        means = space.measure_tokens(space.model, space.processor, inputs)
-    (image_tokens,) = projected
-
-    # The first value of the L2 norm is at the input of the first layer of the decoder.
-    l2_norm = image_tokens.norm(dim=-1).mean().item()
-    assert means_without_norm_layer["norm"]["image"][0] == pytest.approx(l2_norm, rel=1e-5)
-    assert means["norm"]["image"][0] != pytest.approx(l2_norm, rel=1e-5)
-    assert means_without_norm_layer["norm"]["text"][0] == means["norm"]["text"][0]
+    app = import_app(monkeypatch, composed(**options), release.with_name("release-space"))
+    text, figure = app.answer(picture, "what is it?")
+    assert text
+    assert len(figure.axes[0].patches) > 0
 
 
-def test_a_model_without_a_norm_layer_is_served_too(
-    composed: Callable[..., Path], release: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_of_zerogpu_is_asked_for_the_models_work_alone(
+    release: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = import_app(monkeypatch, composed(projector_norm="none"), release.with_name("release-space"))
-    _, figure = app.answer(picture, "what is it?")
-    # There is a line for image tokens and a line for text tokens, but no dashed lines.
-    norm_panel = figure.axes[0]
-    assert len(norm_panel.lines) == 2
+    """In place of the package `spaces`, which the Hub installs on a Space, a module that records what it decorates."""
+    calls = []
+
+    def record_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+        def recording(*args: Any) -> Any:
+            calls.append(function.__name__)
+            # What goes to the process with the GPU, and what comes back, is pickled.
+            result = function(*pickle.loads(pickle.dumps(args)))
+            return pickle.loads(pickle.dumps(result))
+
+        return recording
+
+    monkeypatch.setitem(sys.modules, "spaces", SimpleNamespace(GPU=record_calls))
+    app = import_app(monkeypatch, release, release.with_name("release-space"))
+    text, _ = app.answer(picture, "what is it?")
+    assert calls == ["run_model"]
+    assert text
 
 
 def test_a_question_that_contains_the_image_token_is_refused(space: ModuleType, picture: Image.Image) -> None:
@@ -123,8 +153,8 @@ def test_the_space_answers_over_http(space: ModuleType, client: Client, picture:
     expected_text, figure = space.answer(picture, "what is it?")
     assert text == expected_text
     assert plot["plot"].startswith("data:image")
-    labels = {line.get_label() for axis in figure.axes for line in axis.lines}
-    assert labels == {"image", "text", "image, without norm", "text, without norm"}
+    first_label = figure.axes[0].get_yticklabels()[0].get_text()
+    assert text.startswith(first_label.removesuffix("…"))
 
 
 def test_a_transparent_picture_gets_a_white_ground_over_http(
@@ -141,7 +171,7 @@ def test_a_transparent_picture_gets_a_white_ground_over_http(
         client.predict(handle_file(tmp_path / "writing.png"), "what is it?", api_name="/answer")
 
     on_white = to_rgb(writing)
-    expected = space.prepare_inputs(space.model, space.processor, on_white, "what is it?")["pixel_values"]
+    expected = space.encode_question(on_white, "what is it?")["pixel_values"]
     assert torch.equal(tower_inputs[0], expected)
 
 
@@ -161,3 +191,14 @@ def test_the_space_pins_the_versions_that_the_tests_run_with() -> None:
     for package, version in pins.items():
         assert tested_versions[package] == version
     assert metadata_load(SPACE_FOLDER / "README.md")["sdk_version"] == pins["gradio"]
+
+
+# The versions that the Hub's page on ZeroGPU lists (docs/hub/spaces-zerogpu.md of huggingface/hub-docs, which got the
+# two newest of torch on September 4, 2026).
+ZEROGPU_PYTHON = ("3.10.13", "3.12.12")
+ZEROGPU_TORCH = ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0")
+
+
+def test_zerogpu_has_the_versions_of_python_and_torch() -> None:
+    assert metadata_load(SPACE_FOLDER / "README.md")["python_version"] in ZEROGPU_PYTHON
+    assert read_pins(SPACE_FOLDER / "requirements.txt")["torch"] in ZEROGPU_TORCH

@@ -1,8 +1,8 @@
 """vLLM refuses a model with key adapters, and answers as transformers does for other models (a slow test).
 
-vLLM runs these models with its Transformers backend. Sources of what is said of vLLM here: transformers' page
-"Transformers as modeling backend", and vLLM's `vllm/model_executor/models/transformers/multimodal.py` at the commit
-03e3bc8c1e9c and `base.py` of version 0.32.0.
+vLLM runs a plain Llava with its own class, and other models with its Transformers backend. Sources of what is said of
+vLLM here: transformers' page "Transformers as modeling backend", and vLLM's
+`vllm/model_executor/models/transformers/multimodal.py` at the commit 03e3bc8c1e9c and `base.py` of version 0.32.0.
 """
 
 import json
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hub_cards.build import BuildOptions, build_release
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.add_key_adapters import add_key_adapters
 from training.compose import compose
@@ -66,37 +68,51 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="module")
-def model_with_wide_heads(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose attention heads have width 64. On a CPU, vLLM can't do width 8, which other tests use."""
-    folder = tmp_path_factory.mktemp("wide")
+def wide_text_model(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model whose attention heads have width 64. On a CPU, vLLM can't do width 8, which other tests use.
+
+    vLLM's own Qwen2 takes the width from the sizes of the model and doesn't read `head_dim`.
+    """
+    folder = tmp_path_factory.mktemp("wide") / "text"
     set_seed(0)
-    config = AutoConfig.from_pretrained(backbones("qwen2"), head_dim=64)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "text")
-    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(folder / "text")
-
-    model, processor = compose(str(backbones("siglip")), str(folder / "text"))
-    model.save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
-    return folder / "model"
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    config = AutoConfig.from_pretrained(backbones("qwen2"), **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # installing vLLM's environment takes five minutes
-def test_vllm_answers_as_transformers_does(vllm_python: Path, model_with_wide_heads: Path, tmp_path: Path) -> None:
-    # The script asks vLLM and transformers a question with a picture, then a question without. Because of -I and of a
-    # new HF_HOME, where transformers caches class files, only the folder's own class files are used.
+def compose_wide(backbones: Callable[[str], Path], wide_text_model: Path, folder: Path, **options: Any) -> Path:
+    """Compose a model with wide heads, with these options of `compose`, and save it into a folder."""
+    model, processor = compose(str(backbones("siglip")), str(wide_text_model), **options)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def compare_answers(vllm_python: Path, folder: Path, implementation: str, scratch: Path) -> None:
+    """Ask vLLM and transformers a question with a picture, then a question without, and compare their answers.
+
+    Args:
+        vllm_python: The Python of vLLM's environment.
+        folder: The folder of the model.
+        implementation: vLLM's `model_impl`, as for `vllm_answers.py`.
+        scratch: An empty folder.
+    """
+    # Because of -I and of a new HF_HOME, where transformers caches class files, only the folder's own class files are
+    # used.
     script = Path(__file__).with_name("vllm_answers.py")
-    command = [vllm_python, "-I", script, model_with_wide_heads, tmp_path / "answers.json"]
+    command = [vllm_python, "-I", script, folder, scratch / "answers.json", implementation]
     environment = {
         **os.environ,
-        "HF_HOME": str(tmp_path / "home"),
+        "HF_HOME": str(scratch / "home"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    completed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    completed = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-5000:]
 
-    answers = json.loads((tmp_path / "answers.json").read_text())
+    answers = json.loads((scratch / "answers.json").read_text())
     largest_differences = []
     for vllm_answer, transformers_answer in zip(answers["vllm"], answers["transformers"], strict=True):
         assert len(vllm_answer["tokens"]) == 8  # `NUM_TOKENS` of the script
@@ -109,3 +125,39 @@ def test_vllm_answers_as_transformers_does(vllm_python: Path, model_with_wide_he
     with_picture, without_picture = largest_differences
     assert without_picture < 0.01
     assert with_picture < 2 * without_picture + 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # installing vLLM's environment takes five to fifteen minutes
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"projector_norm": "gwc"}, id="norm"),
+        pytest.param({"spatial_merge_size": 2}, id="merged patches"),
+        pytest.param(
+            {"max_tiles": 4},
+            id="tiles",
+            marks=pytest.mark.xfail(strict=True, reason="vLLM takes each tile for a picture of its own, and stops"),
+        ),
+    ],
+)
+def test_vllms_transformers_backend_answers_as_transformers_does(
+    options: dict[str, Any],
+    vllm_python: Path,
+    backbones: Callable[[str], Path],
+    wide_text_model: Path,
+    tmp_path: Path,
+) -> None:
+    folder = compose_wide(backbones, wide_text_model, tmp_path / "model", **options)
+    compare_answers(vllm_python, folder, "transformers", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_vllms_own_llava_answers_as_transformers_does(
+    vllm_python: Path, backbones: Callable[[str], Path], wide_text_model: Path, prose: Path, tmp_path: Path
+) -> None:
+    run = compose_wide(backbones, wide_text_model, tmp_path / "run", projector_norm="none")
+    release = tmp_path / "release"
+    build_release(run, release, BuildOptions(repo_id="me/Plain", prose=prose, license="apache-2.0"))
+    compare_answers(vllm_python, release, "vllm", tmp_path)

@@ -2,7 +2,10 @@
 
 This script runs in vLLM's own environment:
 
-python -I vllm_answers.py FOLDER ANSWERS
+python -I vllm_answers.py FOLDER ANSWERS IMPLEMENTATION
+
+IMPLEMENTATION is vLLM's `model_impl`: "transformers" for its Transformers backend, which runs the folder's code, or
+"vllm" for a model class of its own, which runs no code.
 """
 
 import json
@@ -22,20 +25,22 @@ NUM_TOKENS = 8
 
 def main() -> None:
     """Ask both, and write their answers."""
-    folder, answers_file = sys.argv[1:]
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
+    folder, answers_file, implementation = sys.argv[1:]
+    runs_code = implementation == "transformers"
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=runs_code)
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=runs_code).eval()
     prompts = make_prompts(processor)
     answers = {
         "transformers": [ask_transformers(model, processor, prompt) for prompt in prompts],
-        "vllm": ask_vllm(folder, prompts),
+        "vllm": ask_vllm(folder, implementation, prompts),
     }
     Path(answers_file).write_text(json.dumps(answers))
 
 
 def make_prompts(processor: Any) -> list[dict[str, Any]]:
     """A prompt with a picture, and a prompt without a picture, in vLLM's form."""
-    picture = Image.linear_gradient("L").convert("RGB")
+    # Twice as wide as high, so that a processor that cuts tiles makes two of it and the thumbnail.
+    picture = Image.linear_gradient("L").convert("RGB").resize((56, 28))
     with_picture = format_chat(processor, [{"type": "image"}, {"type": "text", "text": "what is it?"}])
     without_picture = format_chat(processor, [{"type": "text", "text": "who are you?"}])
     return [
@@ -70,12 +75,12 @@ def ask_transformers(model: Any, processor: Any, prompt: dict[str, Any]) -> dict
     return {"tokens": tokens.tolist(), "log_probabilities": log_probabilities.tolist()}
 
 
-def ask_vllm(folder: str, prompts: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
+def ask_vllm(folder: str, implementation: str, prompts: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
     """The tokens of vLLM's answers, and their log-probabilities."""
     engine = LLM(
         model=folder,
-        model_impl="transformers",
-        trust_remote_code=True,
+        model_impl=implementation,
+        trust_remote_code=implementation == "transformers",
         dtype="float32",
         enforce_eager=True,
         max_model_len=256,

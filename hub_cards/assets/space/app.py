@@ -1,17 +1,24 @@
-"""A web page on which users ask the model about a picture. It also shows how the layers change the tokens.
+"""A web page on which users ask the model about a picture. It also shows how sure the model is of its answer's words.
 
-`layers.py` and `pixels.py` lie beside this file on the Space.
+`words.py` and `pixels.py` lie beside this file on the Space.
 """
 
 import os
 from typing import Any
 
+
+try:
+    # On ZeroGPU, a GPU is lent to the functions that `spaces.GPU` decorates. It has to be imported before torch.
+    import spaces
+except ImportError:  # another machine
+    spaces = None
+
 import gradio as gr
 import torch
-from layers import LayerMeans, draw_layers, measure_tokens
 from PIL import Image
 from pixels import to_rgb
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from words import Word, draw_words, score_words
 
 
 MAX_NEW_TOKENS = 256
@@ -19,10 +26,8 @@ MAX_NEW_TOKENS = 256
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 # The text below the figure.
 CAPTION = (
-    "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
-    "last, of the last layer's output. Turning: between a layer's input and output. "
-    "Dashed: the same weights without the norm layer after the projector; this is not a model trained without it. "
-    "To run this page yourself: MODEL=<folder or owner/name> REVISION=main python app.py"
+    "How sure the model is of each word of its answer, with your picture and with a grey one in its place. Where the "
+    "bars are alike, the model says the word of a grey picture too."
 )
 
 if "MODEL" not in os.environ or "REVISION" not in os.environ:
@@ -32,66 +37,68 @@ REVISION = os.environ["REVISION"]
 # The name of the repository without its owner, or the name of the folder.
 NAME = MODEL.rstrip("/").split("/")[-1]
 
-# The model's own code is run, at this revision.
-device_map = "auto" if torch.cuda.is_available() else None
+# The model's own code is run, at this revision. A plain Llava has none.
 model = AutoModelForImageTextToText.from_pretrained(
     MODEL,
     revision=REVISION,
     trust_remote_code=True,
     dtype="auto",
-    device_map=device_map,
 ).eval()
 processor = AutoProcessor.from_pretrained(MODEL, revision=REVISION, trust_remote_code=True)
 
+# ZeroGPU wants the model on "cuda" from the start, before a GPU is lent.
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model.to(device)
 
-@torch.no_grad()
+
 def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
-    """The model's greedy answer to a question about a picture, and the figure of the question's tokens."""
+    """The model's greedy answer to a question about a picture, and the figure of the answer's words."""
     if picture is None or not question.strip():
         raise gr.Error("A picture and a question are needed.")
+    picture = to_rgb(picture)
+    grey_picture = Image.new("RGB", picture.size, (128, 128, 128))
     try:
-        inputs = prepare_inputs(model, processor, to_rgb(picture), question)
+        inputs = encode_question(picture, question)
+        grey_inputs = encode_question(grey_picture, question)
     except ValueError as error:  # the question contains the text of the image token, for example
         raise gr.Error(f"The question can't be asked: {error}") from error
 
-    generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
-    num_prompt_tokens = inputs["input_ids"].shape[1]
-    text = processor.decode(generated[0, num_prompt_tokens:], skip_special_tokens=True)
-
-    means = measure_tokens(model, processor, inputs)
-    means_without_norm_layer = measure_without_norm_layer(inputs)
-    return text.strip(), draw_layers(means, means_without_norm_layer)
+    text, words = run_model(inputs, grey_inputs)
+    return text, draw_words(words)
 
 
-def prepare_inputs(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
-    """A model's inputs for a picture and a question."""
+def encode_question(picture: Image.Image, question: str) -> Any:
+    """The model's inputs for a question about a picture, not yet on the model's device."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
-    inputs = processor.apply_chat_template(
+    return processor.apply_chat_template(
         [{"role": "user", "content": content}],
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
     )
-    return inputs.to(model.device, dtype=model.dtype)
 
 
-def measure_without_norm_layer(inputs: Any) -> LayerMeans | None:
-    """Measure the layers without the norm layer after the projector; `None` if the model has no such norm layer."""
-    if model.config.projector_norm == "none":
-        return None
+@torch.no_grad()
+def run_model(inputs: Any, grey_inputs: Any) -> tuple[str, list[Word]]:
+    """The model's greedy answer and its words. All work of the GPU is done here."""
+    inputs = inputs.to(device, dtype=model.dtype)
+    grey_inputs = grey_inputs.to(device, dtype=model.dtype)
+    generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    answer_ids = generated[0, num_prompt_tokens:]
 
-    # As long as the `with` lasts, the hook replaces the norm layer's output by its input.
-    norm_layer = model.base_model.multi_modal_projector.norm
-    with norm_layer.register_forward_hook(lambda module, args, output: args[0]):
-        return measure_tokens(model, processor, inputs)
+    text = processor.decode(answer_ids, skip_special_tokens=True)
+    words = score_words(model, processor.tokenizer, inputs, grey_inputs, answer_ids)
+    return text.strip(), words
+
+
+if spaces is not None:
+    run_model = spaces.GPU(run_model)
 
 
 with gr.Blocks(title=NAME) as demo:
-    gr.Markdown(
-        f"# {NAME}\nAsk [{MODEL}](https://huggingface.co/{MODEL}/tree/{REVISION}) about a picture. Below its answer: "
-        "the norm of image and text tokens where they enter each layer, and how far the layer turns them."
-    )
+    gr.Markdown(f"# {NAME}\nAsk [{MODEL}](https://huggingface.co/{MODEL}/tree/{REVISION}) about a picture.")
     with gr.Row():
         picture_input = gr.Image(label="Picture", type="pil", image_mode=None, height=320)
         with gr.Column():

@@ -1,0 +1,82 @@
+"""The code that a model needs from its repository: this project's class files, or none for a plain Llava.
+
+The class files are the Python files of `modeling_normllava`. An `auto_map` in a model's settings names those that are
+run when somebody loads the model.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import LlavaConfig
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from hub_cards.contents import CLASS_FOLDER
+from modeling_normllava import NormLlavaConfig, NormLlavaProcessor
+
+
+# The files that name the processor's class if the class is this project's own.
+PROCESSOR_FILES = ("processor_config.json", "tokenizer_config.json")
+
+
+def cuts_tiles(processor: Mapping[str, Any]) -> bool:
+    """Whether a model's processor cuts pictures into tiles.
+
+    Args:
+        processor: The content of processor_config.json.
+    """
+    return processor.get("processor_class") == NormLlavaProcessor.__name__
+
+
+def needed_auto_maps(config: LlavaConfig, processor: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The `auto_map` that each settings file of a model has, by the file's name.
+
+    Files without an `auto_map` are left out, so the result is empty for a model of transformers' own classes.
+
+    Args:
+        config: The model's config.
+        processor: The content of processor_config.json.
+    """
+    if not isinstance(config, NormLlavaConfig):
+        return {}
+
+    # A new config names this version's class files. The config of a folder may name others.
+    new_config: Any = type(config)()
+    auto_maps = {"config.json": new_config.auto_map}
+    if cuts_tiles(processor):
+        reference = f"processing_normllava.{NormLlavaProcessor.__name__}"
+        for name in PROCESSOR_FILES:
+            auto_maps[name] = {"AutoProcessor": reference}
+    return auto_maps
+
+
+def list_class_files(auto_maps: Mapping[str, Mapping[str, str]]) -> list[Path]:
+    """This version's class files for a model: those that its `auto_map`s name, and those that these files import.
+
+    Args:
+        auto_maps: The result of [`needed_auto_maps`].
+    """
+    files = set()
+    for auto_map in auto_maps.values():
+        for reference in auto_map.values():
+            # A reference names a file and a class in it, such as "modeling_normllava.NormLlavaModel".
+            module = reference.split(".")[0]
+            file = CLASS_FOLDER / f"{module}.py"
+            files.add(file)
+            files.update(Path(imported) for imported in get_relative_import_files(file))
+    return sorted(files)
+
+
+def find_auto_maps(settings: Any) -> list[dict[str, str]]:
+    """Every `auto_map` of a settings file, at any depth."""
+    auto_maps = []
+    if isinstance(settings, list):
+        for entry in settings:
+            auto_maps += find_auto_maps(entry)
+    elif isinstance(settings, dict):
+        for name, entry in settings.items():
+            if name == "auto_map":
+                auto_maps.append(entry)
+            else:
+                auto_maps += find_auto_maps(entry)
+    return auto_maps

@@ -1,0 +1,108 @@
+"""Publish a model of ours as the plain Llava that it is, if it is one, so that it runs without code of its own.
+
+A NormLlava without a norm layer, merged patches, key adapters and tiles computes what transformers' own Llava does,
+also if its projector was scaled or aligned before training.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+
+from modeling_normllava import NormLlavaConfig
+
+
+# Fields that NormLlava's config adds to Llava's, with the values for which the model computes what a Llava does.
+LLAVA_VALUES = {"projector_norm": "none", "spatial_merge_size": 1}
+# Fields that it adds without an effect on a model that has no norm layer.
+FIELDS_WITHOUT_EFFECT = (
+    "projector_norm_target",
+    "projector_norm_eps",
+    "projector_scaled",
+    "projector_aligned",
+    "llava_name_or_path",
+)
+
+# What the names of a NormLlava's tensors begin with, and what they begin with in the first Llava checkpoints. Every
+# version of transformers, vLLM and converters read the latter.
+LLAVA_PREFIXES = {
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.vision_tower.": "vision_tower.",
+}
+# Types of vision encoders whose tensors had one more level in their names.
+TYPES_WITH_VISION_MODEL = ("clip_vision_model", "siglip_vision_model")
+
+
+def is_plain_llava(config: NormLlavaConfig, processor: Mapping[str, Any]) -> bool:
+    """Whether transformers' own classes run a model as ours do.
+
+    Args:
+        config: The model's config.
+        processor: The content of processor_config.json.
+    """
+    if processor.get("processor_class") != LlavaProcessor.__name__:
+        return False
+
+    for name in added_fields(config):
+        has_llava_value = name in LLAVA_VALUES and getattr(config, name) == LLAVA_VALUES[name]
+        if not has_llava_value and name not in FIELDS_WITHOUT_EFFECT:
+            return False
+    return True
+
+
+def added_fields(config: LlavaConfig) -> set[str]:
+    """The names of the fields that a config's class adds to Llava's."""
+    llava_fields = {field.name for field in fields(LlavaConfig)}
+    return {field.name for field in fields(config)} - llava_fields
+
+
+def as_llava_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The content of a plain Llava's config.json, from the content of a NormLlava's."""
+    removed = {"auto_map", *LLAVA_VALUES, *FIELDS_WITHOUT_EFFECT}
+    kept = {name: value for name, value in settings.items() if name not in removed}
+    return {
+        **kept,
+        "model_type": LlavaConfig.model_type,
+        "architectures": [LlavaForConditionalGeneration.__name__],
+    }
+
+
+def copy_as_llava(weight_file: Path, folder: Path, vision_type: str) -> None:
+    """Copy a weight file into a folder, with the tensors' names of a plain Llava.
+
+    Args:
+        weight_file: A NormLlava's weight file.
+        folder: Where the copy goes.
+        vision_type: The vision encoder's `model_type`.
+    """
+    tensors = {}
+    with safe_open(weight_file, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - the file can't be iterated
+            tensors[name_in_llava(name, vision_type)] = file.get_tensor(name)
+    save_file(tensors, folder / weight_file.name, {"format": "pt"})
+
+
+def as_llava_index(index: dict[str, Any], vision_type: str) -> dict[str, Any]:
+    """The index of a plain Llava's weight files, from the index of a NormLlava's."""
+    weight_map = {}
+    for name, file_name in index["weight_map"].items():
+        weight_map[name_in_llava(name, vision_type)] = file_name
+    return {**index, "weight_map": weight_map}
+
+
+def name_in_llava(name: str, vision_type: str) -> str:
+    """The name that a plain Llava's weight file has for a tensor of a NormLlava."""
+    prefixes = dict(LLAVA_PREFIXES)
+    if vision_type in TYPES_WITH_VISION_MODEL:
+        prefixes["model.vision_tower."] = "vision_tower.vision_model."
+
+    for prefix, llava_prefix in prefixes.items():
+        if name.startswith(prefix):
+            return llava_prefix + name.removeprefix(prefix)
+    raise AssertionError(f"{name}: no tensor of a NormLlava begins like this")

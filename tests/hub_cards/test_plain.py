@@ -1,0 +1,240 @@
+"""A model that is a plain Llava is published as one: without code, and with the same logits."""
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.dataclasses import strict
+from PIL import Image
+from safetensors.torch import load_file
+from starlette.testclient import TestClient
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from hub_cards.build import BuildOptions, build_release
+from hub_cards.check import find_faults
+from hub_cards.contents import read_json, read_processor
+from hub_cards.facts import load_config
+from hub_cards.plain import added_fields, is_plain_llava
+from hub_cards.push import push_release
+from hub_cards.serve import build_app
+from hub_cards.verify import verify_release
+from hub_server import NAME, HubServer
+from local_server import make_data_url, make_messages, serve
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from plants import FolderChange, change_weights, set_fields, split_weights
+from stranger_script import NUM_TOKENS, QUESTION
+from strangers import ask_as_stranger, ask_here
+
+
+@pytest.fixture(scope="module")
+def run(composed: Callable[..., Path]) -> Path:
+    """The folder of a model without a norm layer. Treat it as read-only."""
+    return composed(projector_norm="none")
+
+
+@pytest.fixture(scope="module")
+def release(run: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's release folder. Treat it as read-only."""
+    folder = tmp_path_factory.mktemp("plain") / "release"
+    options = BuildOptions(repo_id=NAME, prose=prose, widget_data=widget_data, license="apache-2.0")
+    build_release(run, folder, options)
+    return folder
+
+
+def is_plain(folder: Path) -> bool:
+    """Whether the model of a run's folder is a plain Llava."""
+    return is_plain_llava(load_config(folder), read_processor(folder))
+
+
+def test_a_model_without_a_norm_layer_is_a_plain_llava(run: Path) -> None:
+    assert is_plain(run)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"projector_norm": "gwc"},
+        {"projector_norm": "layernorm"},
+        {"key_adapter_rank": 4},
+        {"spatial_merge_size": 2},
+        {"max_tiles": 4},
+    ],
+    ids=str,
+)
+def test_what_a_llava_lacks_makes_a_model_no_plain_llava(
+    options: dict[str, Any], composed: Callable[..., Path]
+) -> None:
+    assert not is_plain(composed(**{"projector_norm": "none", **options}))
+
+
+def test_a_field_that_llava_lacks_makes_a_model_no_plain_llava_until_its_effect_is_known(run: Path) -> None:
+    @strict
+    class LaterConfig(NormLlavaConfig):
+        later_field: int = 0
+
+    config = LaterConfig(projector_norm="none")
+    assert added_fields(config) == {"later_field"} | added_fields(load_config(run))
+    assert not is_plain_llava(config, read_processor(run))
+
+
+@pytest.mark.parametrize(
+    ("vision", "text"), [("siglip", "qwen2"), ("siglip2", "llama"), ("clip", "qwen3"), ("dinov2", "gemma3")]
+)
+def test_llavas_class_has_the_tensors_of_the_run(
+    vision: str, text: str, composed: Callable[..., Path], prose: Path, tmp_path: Path
+) -> None:
+    """Weight files have other names for the same tensors, so tensors are compared, not files."""
+    run = composed(vision=vision, text=text, projector_norm="none")
+    build_release(run, tmp_path / "release", BuildOptions(repo_id=NAME, prose=prose, license="apache-2.0"))
+    assert find_faults(tmp_path / "release") == []
+
+    tensors = NormLlavaForConditionalGeneration.from_pretrained(run).state_dict()
+    llava_tensors = LlavaForConditionalGeneration.from_pretrained(tmp_path / "release").state_dict()
+    assert list(llava_tensors) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(llava_tensors[name], tensor), name
+
+
+def test_weight_files_have_the_names_of_the_first_llava_checkpoints(release: Path) -> None:
+    """vLLM's own Llava and older versions of transformers know only these names."""
+    prefixes = {re.match(r"(language_model\.\w+|\w+)\.", name)[0] for name in load_file(release / "model.safetensors")}
+    assert prefixes == {"language_model.lm_head.", "language_model.model.", "multi_modal_projector.", "vision_tower."}
+    assert "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight" in load_file(release / "model.safetensors")
+
+
+def test_a_model_in_shards_is_published_in_shards(run: Path, prose: Path, tmp_path: Path) -> None:
+    sharded = shutil.copytree(run, tmp_path / "run")
+    split_weights(sharded)
+    build_release(sharded, tmp_path / "release", BuildOptions(repo_id=NAME, prose=prose, license="apache-2.0"))
+    assert find_faults(tmp_path / "release") == []
+
+    weight_map = read_json(tmp_path / "release" / "model.safetensors.index.json")["weight_map"]
+    for name, file_name in weight_map.items():
+        assert name in load_file(tmp_path / "release" / file_name)
+
+
+def test_a_release_has_no_code(release: Path) -> None:
+    names = {path.name for path in release.iterdir()}
+    assert {name for name in names if name.endswith(".py")} == {"handler.py", "pixels.py"}
+
+    config = read_json(release / "config.json")
+    assert config["model_type"] == "llava"
+    assert config["architectures"] == ["LlavaForConditionalGeneration"]
+    for path in release.glob("*.json"):
+        assert "auto_map" not in path.read_text()
+    for name in added_fields(NormLlavaConfig()):
+        assert name not in config
+
+
+def test_the_card_asks_for_no_trust(release: Path) -> None:
+    card = ModelCard.load(release / "README.md")
+    assert "and no `trust_remote_code`" in card.text
+    assert "trust_remote_code=True" not in card.text
+    assert "The class files" not in card.text
+    assert card.data.tags == ["conversational", "normllava"]
+    assert "Not with `LlavaForConditionalGeneration`" not in card.text
+
+
+# By the fault's name: the change that makes the fault, and a pattern for the message about the fault.
+FAULTS: dict[str, tuple[FolderChange, str]] = {
+    "code": (set_fields("config.json", auto_map={"AutoModel": "modeling.Class"}), 'config.json: holds an "auto_map"'),
+    "a tensor that Llava lacks": (
+        change_weights(lambda weights: weights.update({"multi_modal_projector.norm.weight": torch.ones(32)})),
+        "unexpected_keys .*multi_modal_projector.norm.weight",
+    ),
+    "a tensor missing": (
+        change_weights(lambda weights: weights.pop("multi_modal_projector.linear_1.weight")),
+        "missing_keys .*multi_modal_projector.linear_1.weight",
+    ),
+    "another model's config": (set_fields("config.json", model_type="qwen2"), "only a NormLlava can be published"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_plain_llava_is_found(fault: str, release: Path, tmp_path: Path) -> None:
+    make_fault, pattern = FAULTS[fault]
+    folder = shutil.copytree(release, tmp_path / "release")
+    make_fault(folder)
+    messages = find_faults(folder)
+    assert any(re.search(pattern, message) for message in messages), messages
+
+
+def test_a_run_with_a_tensor_that_llava_lacks_is_refused(run: Path, prose: Path, tmp_path: Path) -> None:
+    with_norm = shutil.copytree(run, tmp_path / "run")
+    norm = {"model.multi_modal_projector.norm.weight": torch.ones(32)}
+    change_weights(lambda weights: weights.update(norm))(with_norm)
+    with pytest.raises(ValueError, match=r"unexpected_keys .*projector\.norm\.weight"):
+        build_release(with_norm, tmp_path / "release", BuildOptions(repo_id=NAME, prose=prose, license="apache-2.0"))
+
+
+@pytest.mark.slow
+def test_a_plain_llava_is_pushed_and_verified(release: Path, hub: HubServer, api: HfApi) -> None:
+    push_release(release, api, public=True)
+    verdict = verify_release(NAME, "v1.0", release)  # runs the card's snippet
+    assert verdict.problems == []
+
+
+@pytest.fixture(scope="module")
+def expected(run: Path, red_picture: Image.Image) -> tuple[torch.Tensor, str]:
+    """The logits and the greedy answer of the run's model to the question about the picture."""
+    model = NormLlavaForConditionalGeneration.from_pretrained(run).eval()
+    return ask_here(model, AutoProcessor.from_pretrained(run), red_picture)
+
+
+@pytest.fixture(scope="module")
+def red_picture() -> Image.Image:
+    """A picture in one colour."""
+    return Image.new("RGB", (30, 20), (200, 20, 90))
+
+
+def test_llavas_class_gives_the_logits_of_the_run(
+    release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str]
+) -> None:
+    llava = LlavaForConditionalGeneration.from_pretrained(release).eval()
+    logits, answer = ask_here(llava, AutoProcessor.from_pretrained(release), red_picture)
+    expected_logits, expected_answer = expected
+    assert torch.equal(logits, expected_logits)
+    assert answer == expected_answer
+
+
+def test_the_server_gives_the_runs_answer(
+    release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str]
+) -> None:
+    messages = make_messages(make_data_url(red_picture), QUESTION)
+    request = {"model": str(release), "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
+    with TestClient(build_app(str(release), "main")) as client:
+        response = client.post("/v1/chat/completions", json=request)
+    _, answer = expected
+    assert response.json()["choices"][0]["message"]["content"].strip() == answer
+
+
+@pytest.mark.slow
+def test_a_stranger_gets_the_runs_logits_and_answers_without_a_flag(
+    release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str], tmp_path: Path
+) -> None:
+    logits, answer = expected
+    stranger = ask_as_stranger(release, red_picture, tmp_path, trusts_code=False)
+    assert torch.equal(stranger["logits"], logits)
+    assert stranger["pipeline"] == stranger["handler"] == answer
+    assert all(module.startswith("transformers.models.llava.") for module in stranger["modules"])
+
+
+@pytest.mark.slow
+def test_transformers_serve_answers_as_it_is(
+    release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str], tmp_path: Path
+) -> None:
+    """transformers' own command, without this project's and without a flag."""
+    transformers_command = Path(sys.executable).with_name("transformers")
+    messages: Any = make_messages(make_data_url(red_picture), QUESTION)
+    with serve([transformers_command, "serve", release], tmp_path, tmp_path / "log") as client:
+        completion = client.chat.completions.create(
+            model=str(release), messages=messages, max_tokens=NUM_TOKENS, temperature=0
+        )
+    _, answer = expected
+    assert completion.choices[0].message.content.strip() == answer

@@ -1,0 +1,53 @@
+"""Releases with a norm, key adapters or merged patches answer a stranger as the run's model does (slow tests).
+
+`test_plain.py` and `test_tiles.py` show the same for plain Llavas and for models with tiles.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from starlette.testclient import TestClient
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hub_cards.build import BuildOptions, build_release
+from hub_cards.check import find_faults
+from hub_cards.serve import build_app
+from local_server import make_data_url, make_messages
+from stranger_script import NUM_TOKENS, QUESTION
+from strangers import ask_as_stranger, ask_here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"projector_norm": "gwc"}, id="norm"),
+        pytest.param({"key_adapter_rank": 4}, id="key adapters"),
+        pytest.param({"spatial_merge_size": 2}, id="merged patches"),
+    ],
+)
+def test_a_release_answers_as_the_run(
+    options: dict[str, Any], composed: Callable[..., Path], prose: Path, picture: Image.Image, tmp_path: Path
+) -> None:
+    run = composed(**options)
+    release = tmp_path / "release"
+    build_release(run, release, BuildOptions(repo_id="me/Mine", prose=prose, license="apache-2.0"))
+    assert find_faults(release) == []
+
+    # Without this project: the class, the pipeline and the endpoint's handler.
+    model = AutoModelForImageTextToText.from_pretrained(run).eval()
+    logits, answer = ask_here(model, AutoProcessor.from_pretrained(run), picture)
+    stranger = ask_as_stranger(release, picture, tmp_path, trusts_code=True)
+    assert torch.equal(stranger["logits"], logits)
+    assert stranger["pipeline"] == stranger["handler"] == answer
+
+    # This project's server.
+    messages = make_messages(make_data_url(picture), QUESTION)
+    request = {"model": str(release), "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
+    with TestClient(build_app(str(release), "main")) as client:
+        response = client.post("/v1/chat/completions", json=request)
+    assert response.json()["choices"][0]["message"]["content"].strip() == answer

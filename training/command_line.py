@@ -95,6 +95,9 @@ def make_arguments(parser: TrlParser, fields: dict[str, Any]) -> tuple[RunArgume
         UserError: if [`check_arguments`] refuses them.
     """
     options = {name: value for name, value in fields.items() if name != "recipe"}
+    if options["dataset_streaming"] and options["dataloader_num_workers"] is None:
+        # A place in a stream depends on the number of workers, so their default must not depend on the machine.
+        options["dataloader_num_workers"] = 0
     run_args, args = parser.parse_dict(options)
     run_args.recipe = fields["recipe"]
     check_arguments(run_args, args)

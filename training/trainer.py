@@ -21,7 +21,6 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 from typing_extensions import override
 
-from common.errors import UserError
 from conversations.measured import integer_column, row_lengths
 from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
@@ -36,6 +35,7 @@ from training.checkpoints import (
     write_unsharded,
 )
 from training.compiling import compile_layers
+from training.finite import FiniteWatch
 from training.key_alignment import KeyAlignment
 from training.loss import gradient_alone, head_at_positions, supervised_tokens
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
@@ -47,6 +47,8 @@ from training.streams import PLACE, StreamBatches
 
 # PEFT and FSDP's activation checkpointing put these parts into the names of the parameters that they wrap.
 WRAPPER_NAME_PARTS = ("base_model.model.", "_checkpoint_wrapped_module.")
+# The key of a prepared batch under which it has the positions before supervised tokens.
+POSITIONS = "supervised_positions"
 
 
 class NormLlavaTrainer(SFTTrainer):
@@ -103,11 +105,18 @@ class NormLlavaTrainer(SFTTrainer):
         self._key_alignment = key_alignment
         # The number of tokens that this process has trained on since it last added them to the trainer's state.
         self._num_new_tokens = 0
+        # The trained parameters of each module, or this process's shards of them; listed when training begins.
+        self._trained_parameters: dict[str, list[nn.Parameter]] = {}
         # The last step's gradient norm of each module, before clipping.
         self._grad_norms: dict[str, torch.Tensor] = {}
 
         with keep_dtypes(model):
             super().__init__(model=model, **kwargs)
+
+        self._finite_watch = FiniteWatch(self.args.device)
+        # Sums over this process's supervised tokens since the last log: their entropy, how many of them are what the
+        # model finds likeliest, and their number.
+        self._token_sums = torch.zeros(3, device=self.args.device)
 
         if stream is not None:
             self.args.ignore_data_skip = True  # a resumed stream itself goes on at the row where it stopped
@@ -143,6 +152,7 @@ class NormLlavaTrainer(SFTTrainer):
         return self._data_loader(self.train_dataset, self._sampler)
 
     def _data_loader(self, rows: Dataset, batches: Batches) -> DataLoader:
+        has_workers = self.args.dataloader_num_workers > 0
         return DataLoader(
             rows,
             batch_sampler=batches,
@@ -150,7 +160,8 @@ class NormLlavaTrainer(SFTTrainer):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            persistent_workers=self.args.dataloader_persistent_workers,
+            persistent_workers=has_workers and self.args.dataloader_persistent_workers,
+            generator=torch.Generator(),  # otherwise the loader would draw from the random numbers of training
         )
 
     @override
@@ -170,6 +181,10 @@ class NormLlavaTrainer(SFTTrainer):
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.args.torch_compile:
             compile_layers(layers, self.args.torch_compile_backend)
+
+        # After this, FSDP2 replaces no parameters any more.
+        self._trained_parameters = self._list_trained_parameters(self.accelerator.unwrap_model(model))
+        self._finite_watch.start(self.state.global_step)
 
         if self._sampler is not None:
             self._rehearse(model, self._sampler)
@@ -191,10 +206,11 @@ class NormLlavaTrainer(SFTTrainer):
                 if self.args.gradient_accumulation_steps == 1:
                     model.zero_grad()
                 batch = self.data_collator([self.train_dataset[number] for number in row_numbers])
-                super().training_step(model, batch)  # our own would count tokens, and stop if the loss isn't finite
+                # Our own step would count these tokens, and watch whether this loss is finite.
+                super().training_step(model, batch, num_items_in_batch=torch.tensor(1))
 
-        # The log must not contain what TRL and the losses on keys have measured here.
-        self._metrics["train"].clear()
+        # The log must not contain what is measured here.
+        self._token_sums.zero_()
         if self._key_alignment is not None:
             self._key_alignment.collect(self._sum_over_processes)
 
@@ -214,7 +230,7 @@ class NormLlavaTrainer(SFTTrainer):
 
         if model is None:
             model = self.model
-        trained_parameters = self._trained_parameters(model)
+        trained_parameters = self._list_trained_parameters(model)
 
         # Trainer has made two groups, one with weight decay and one without. Each module gets its part of both.
         groups = []
@@ -227,7 +243,7 @@ class NormLlavaTrainer(SFTTrainer):
         optimizer.param_groups = groups
         return optimizer
 
-    def _trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    def _list_trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
         """The trained parameters of each module, or this process's shards of them."""
         parameters: dict[str, list[nn.Parameter]] = {module: [] for module in self._rates}
         for name, parameter in model.named_parameters():
@@ -249,16 +265,26 @@ class NormLlavaTrainer(SFTTrainer):
             super()._run_epoch(epoch=epoch, **kwargs)
 
     @override
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        """The number of supervised tokens in all batches of a step, over all processes, on the device.
+
+        They are counted before the batches are copied to the device. Trainer would then wait until the device has
+        taken the number.
+        """
+        num_supervised = torch.tensor(0)
+        for batch in batch_samples:
+            num_supervised += (batch["labels"][:, 1:] != IGNORED).sum()
+        return self._sum_over_processes(num_supervised).to(device, non_blocking=True)
+
+    @override
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a forward and backward pass.
 
-        Trainer would count padding as tokens, and would go on training with a loss that is not finite.
+        Trainer would count padding as tokens. Nothing here waits for the device: tokens are counted before they are
+        copied to it, and whether the loss is finite is only noted.
 
         Returns:
             The loss of the pass.
-
-        Raises:
-            UserError: if the loss is not finite.
         """
         if self._stream is not None:
             self._stream.record_trained(inputs.pop(PLACE))
@@ -273,24 +299,64 @@ class NormLlavaTrainer(SFTTrainer):
             self._num_new_tokens += int(attended_tokens(inputs).sum())
 
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self._check_finite("loss", loss.item())
+        self._finite_watch.note(loss)
         return loss
 
-    def _check_finite(self, name: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise UserError(
-                f"The {name} is {value} in step {self.state.global_step + 1}; lower the learning rate, or look at "
-                "the rows of this step."
-            )
+    @override
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The batch on the device, with the positions before supervised tokens instead of its labels.
+
+        The positions are found here, since on the device Python would have to wait for their number.
+        """
+        inputs = dict(inputs)
+        positions, next_tokens = supervised_tokens(inputs.pop("labels"))
+        inputs[POSITIONS] = positions  # [num_supervised]
+        inputs["shift_labels"] = next_tokens[None]  # [1, num_supervised]
+        return super()._prepare_inputs(inputs)
+
+    @override
+    def _prepare_input(self, data: Any) -> Any:
+        """Copy tensors to the device. Trainer would wait for each copy."""
+        if isinstance(data, torch.Tensor):
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
 
     @override
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's loss of the supervised tokens; in training with the gradient of the losses on keys.
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """TRL's loss of the supervised tokens, with the gradient of the losses on keys.
 
-        TRL's loss is the sum over the tokens of the batch, divided by the number of supervised tokens in the step, and
-        multiplied by the number of processes, since DDP and FSDP2 average over processes.
+        The loss is the sum over the tokens of the batch, divided by the number of supervised tokens in the step, and
+        multiplied by the number of processes, since DDP and FSDP2 average over processes. TRL would also read its
+        measurements from the device, in every pass.
+        """
+        outputs = self._score_tokens(model, inputs)
+        token_losses = -outputs.log_probs  # [1, num_supervised]
+        if self.args.loss_type == "dft":
+            token_losses = token_losses * outputs.log_probs.exp().detach()
+        loss = token_losses.sum() / num_items_in_batch * self.accelerator.num_processes
+        if self.aux_loss_enabled:  # of a decoder with experts, the mean over the step's passes
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
+
+        entropy = outputs.entropy.detach().sum()
+        num_correct = outputs.is_top1.sum()
+        self._token_sums += torch.stack([entropy, num_correct, outputs.label_mask.sum()])
+
+        if self._key_alignment is None:
+            return loss
+        # A step adds up the gradients of its passes. The division makes the step's penalty the mean over its passes.
+        penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
+        # Only the penalty's gradient is added, so that logged losses of runs with and without key losses can be
+        # compared.
+        return loss + gradient_alone(penalty)
+
+    def _score_tokens(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """The model's output for a prepared batch: the log probability of each supervised token, and its entropy.
 
         TRL has replaced the model's `forward` by one that applies the head to one tile of tokens after the other, so
         that all logits never exist at once. Without Triton, TRL would compute logits at every position, those of image
@@ -303,18 +369,17 @@ class NormLlavaTrainer(SFTTrainer):
             # gradients of the processes.
             head.unshard()
 
-        positions, next_tokens = supervised_tokens(inputs["labels"])
-        inputs = {**inputs, "shift_labels": next_tokens[None]}  # [1, num_supervised]
+        model_inputs = dict(inputs)
+        positions = model_inputs.pop(POSITIONS)
+        if self.aux_loss_enabled:
+            model_inputs["output_router_logits"] = True
         with head_at_positions(unwrapped, positions):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return model(**model_inputs, use_cache=False, fused_lm_head=True)
 
-        if self._key_alignment is None or not model.training:
-            return loss
-        # A step adds up the gradients of its passes. The division makes the step's penalty the mean over its passes.
-        penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
-        # Only the penalty's gradient is added, so that logged losses of runs with and without key losses can be
-        # compared.
-        return loss + gradient_alone(penalty)
+    @override
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Zero: Trainer would count all parameters in every pass, for a figure that counts padding."""
+        return 0
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -324,31 +389,41 @@ class NormLlavaTrainer(SFTTrainer):
 
         Returns:
             The norm of the whole gradient before clipping.
-
-        Raises:
-            UserError: if that norm is not finite, except in float16, where the scaler skips such a step.
         """
         self.accelerator.unscale_gradients()  # float16's scaler has scaled them
-        trained_parameters = self._trained_parameters(self.accelerator.unwrap_model(model))
-        for module, parameters in trained_parameters.items():
+        for module, parameters in self._trained_parameters.items():
             self._grad_norms[module] = gradient_norm(parameters)
         whole_norm = torch.stack(list(self._grad_norms.values())).norm()
 
-        for module, parameters in trained_parameters.items():
+        for module, parameters in self._trained_parameters.items():
             norm = self._grad_norms[module] if self._clip_by_module else whole_norm
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
 
-        uses_scaler = self.accelerator.scaler is not None
+        uses_scaler = (
+            self.accelerator.scaler is not None
+        )  # in float16, where the scaler skips a step that isn't finite
         if not uses_scaler:
-            self._check_finite("gradient's norm", float(whole_norm))
+            self._finite_watch.note(whole_norm)
         return whole_norm
+
+    def _check_finite(self) -> None:
+        """Stop the run if a loss or a gradient since the last check was not finite. Every process must call this.
+
+        Raises:
+            UserError: if one was not.
+        """
+        self._finite_watch.check(self.state.global_step, self._sum_over_processes)
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log a step with our measurements, and without Trainer's figures that are wrong here.
 
         Trainer and TRL would log figures that count padding, or that begin at 0 again when a run is resumed.
+
+        Raises:
+            UserError: if a loss or a gradient since the last check was not finite.
         """
+        self._check_finite()
         self._add_up_tokens()
         if "loss" in logs:  # not in the logs of an evaluation or of the whole run
             logs |= self._measurements()
@@ -377,8 +452,12 @@ class NormLlavaTrainer(SFTTrainer):
         self._num_new_tokens = 0
 
     def _measurements(self) -> dict[str, float]:
-        """Learning rates and gradient norms by module, norms at the decoder's input, and the losses on keys."""
-        measurements = {f"learning_rate/{name}": rate for name, rate in self._step_rates.items()}
+        """Figures of tokens, learning rates and gradient norms by module, norms at the decoder's input, key losses."""
+        entropy, num_correct, num_tokens = self._sum_over_processes(self._token_sums).tolist()
+        self._token_sums.zero_()
+
+        measurements = {"entropy": entropy / num_tokens, "mean_token_accuracy": num_correct / num_tokens}
+        measurements |= {f"learning_rate/{name}": rate for name, rate in self._step_rates.items()}
         measurements |= {f"grad_norm/{name}": norm.item() for name, norm in self._grad_norms.items()}
         measurements |= self._monitor.collect(self._sum_over_processes)
         if self._key_alignment is not None:
@@ -392,7 +471,11 @@ class NormLlavaTrainer(SFTTrainer):
 
         The two losses are returned and logged as `eval_loss` and `eval_loss_blank`. Trainer would log a mean over
         batches. The random state is restored, so that training goes on as it would without an evaluation.
+
+        Raises:
+            UserError: if a loss or a gradient since the last check was not finite.
         """
+        self._check_finite()
         device = self.args.device
         cuda_devices = [device] if device.type == "cuda" else []
         blank = self.data_collator.process_images([]).to(device)  # [1, 3, height, width]
@@ -406,11 +489,10 @@ class NormLlavaTrainer(SFTTrainer):
                 blanked = {**batch, "pixel_values": blank.expand_as(batch["pixel_values"])}
                 sums[0] += self._summed_loss(batch)
                 sums[1] += self._summed_loss(blanked)
-                sums[2] += (batch["labels"] != IGNORED).sum().item()
+                sums[2] += len(batch[POSITIONS])
 
         loss, loss_blank, num_tokens = self._sum_over_processes(sums).tolist()
         metrics = {"eval_loss": loss / num_tokens, "eval_loss_blank": loss_blank / num_tokens}
-        self._metrics["eval"].clear()  # TRL's own metrics are means over batches
         self.log(metrics)  # before model.train(): in training mode TRL would add its metrics of training
         self.model.train()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -418,18 +500,18 @@ class NormLlavaTrainer(SFTTrainer):
 
     def _summed_loss(self, batch: dict[str, Any]) -> float:
         """The sum of the losses of a batch's supervised tokens."""
-        # TRL divides the sum by `num_items_in_batch`, and multiplies it by the number of processes. With this number
-        # for both, the sum stays as it is.
-        num_processes = self.accelerator.num_processes
-        loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=num_processes)
-        return loss.item()
+        return -self._score_tokens(self.model, batch).log_probs.sum().item()
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint in a separate folder, and rename it when it is complete.
 
         Trainer writes a checkpoint in its place, where a killed run leaves it half-written.
+
+        Raises:
+            UserError: if a loss or a gradient since the last check was not finite.
         """
+        self._check_finite()
         self._add_up_tokens()
         output_dir = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
@@ -471,10 +553,15 @@ class NormLlavaTrainer(SFTTrainer):
         With `output_dir`, which Trainer gives for a checkpoint, this is Trainer's own method. Without it, this saves
         the final model of the run: FSDP2's shards are gathered, and the model is written into a separate folder and
         published only when it is complete. Trainer would write it in its place, and sharded.
+
+        Raises:
+            UserError: if a loss or a gradient since the last check was not finite.
         """
         if output_dir is not None:
             super().save_model(output_dir, _internal_call=True)
             return
+
+        self._check_finite()
 
         # The final model gets the Hub's names again, which `_save_checkpoint` has turned off.
         self._unwrapped().__dict__.pop("_weight_conversions", None)
@@ -509,7 +596,7 @@ class NormLlavaTrainer(SFTTrainer):
         """The elementwise sum of the tensors that the processes give. Every process must call this."""
         if self.accelerator.num_processes == 1:
             return sums
-        return self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
+        return self.accelerator.reduce(sums.to(self.accelerator.device, non_blocking=True), "sum")
 
 
 @contextmanager

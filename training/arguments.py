@@ -121,6 +121,11 @@ class TrainingConfig(SFTConfig):
     )
     dataloader_persistent_workers: bool = option(True, "Keep these processes from one epoch to the next.")
     logging_nan_inf_filter: bool = option(False, "Must stay off: a loss that isn't finite ends the run.")
+    gradient_checkpointing: bool | None = option(
+        None,
+        "Compute activations again in the backward pass, which saves memory. Default: on a GPU only if memory is too "
+        "small without, which the rehearsal measures; true on a CPU and for streams. A resumed run keeps its own.",
+    )
     torch_compile: bool = option(False, "Compile each layer of the decoder; see docs/train.md for what it refuses.")
     bf16: bool | None = option(
         None, "Compute in bfloat16. Default: true on a GPU and on a CPU fast at it; a resumed run keeps its own."
@@ -131,9 +136,16 @@ class TrainingConfig(SFTConfig):
             raise UserError("output_dir is missing: give the folder that the trained model is written to.")
         self.resume_from_checkpoint: str | bool | None = read_resume(self.resume_from_checkpoint)
 
+        # Where the recipe doesn't say, layers are checkpointed until the rehearsal has decided.
+        given = vars(self)
+        self.chooses_checkpointing = (
+            self.gradient_checkpointing is None and given.get("activation_checkpointing") is None
+        )
+        if self.gradient_checkpointing is None:
+            self.gradient_checkpointing = True
+
         # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and warns if only the old field
         # is set, as TRL's default does. So both are set, except in older versions, which don't have the new field.
-        given = vars(self)
         has_new_field = "activation_checkpointing" in given
         if has_new_field and given["activation_checkpointing"] is None:
             self.activation_checkpointing = self.gradient_checkpointing

@@ -181,7 +181,8 @@ def plan_step(
         trained.train()
 
         # FLOPs are counted before checkpointing is turned on, because recomputation isn't part of the model's FLOPs.
-        flops = count_flops(trained, batch)
+        with autocast(args):  # frozen weights may be bfloat16 beside trained ones in float32
+            flops = count_flops(trained, batch)
         trained.zero_grad()
         if args.gradient_checkpointing:
             has_adapters = trained is not model
@@ -189,9 +190,7 @@ def plan_step(
                 model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
-        # FSDP2 gathers sharded weights anew in each pass, so autocast can't keep its casts of them.
-        keeps_casts = devices == 1
-        peak, optimizer = track_steps(trained, args, batch, keeps_casts)
+        peak, optimizer = track_steps(trained, args, batch)
 
     weights = num_bytes(trained.parameters())
     gradients = num_bytes(trained_parameters(trained))  # a gradient has the size of its parameter
@@ -242,10 +241,13 @@ def count_flops(trained: nn.Module, batch: Batch) -> int:
     return counter.get_total_flops()
 
 
-def track_steps(
-    trained: nn.Module, args: TrainingConfig, batch: Batch, keeps_casts: bool
-) -> tuple[int, torch.optim.Optimizer]:
-    """Run some steps, and track their memory. `keeps_casts` says whether autocast keeps casts of weights in a pass.
+def autocast(args: TrainingConfig) -> torch.autocast:
+    """A block that computes as training does."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16), cache_enabled=False)
+
+
+def track_steps(trained: nn.Module, args: TrainingConfig, batch: Batch) -> tuple[int, torch.optim.Optimizer]:
+    """Run some steps, and track their memory.
 
     Returns:
         The bytes at the peak of the steps, and the optimizer with its states.
@@ -256,7 +258,7 @@ def track_steps(
         tracker.track_external(trained, optimizer)
         for _ in range(NUM_STEPS):
             for _ in range(NUM_PASSES):
-                with torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16), cache_enabled=keeps_casts):
+                with autocast(args):
                     loss = compute_loss(trained, batch)
                 loss.backward()
             optimizer.step()

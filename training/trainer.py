@@ -1,15 +1,17 @@
 """TRL's trainer with our batches, loss, learning rates by module, measurements and checkpoints."""
 
 import dataclasses
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.trainer
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import AutocastKwargs, TorchDynamoPlugin
 from datasets import Dataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -26,6 +28,13 @@ from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
 from diagnostics.tokens import attended_tokens
 from training.batches import Batches
+from training.checkpointing import (
+    USABLE_SHARE,
+    measure_peak,
+    memory_limit,
+    peak_without_checkpointing,
+    stop_checkpointing,
+)
 from training.checkpoints import (
     SAVING_FOLDER,
     STATE_FILE,
@@ -45,6 +54,9 @@ from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
 
 
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
 # PEFT and FSDP's activation checkpointing put these parts into the names of the parameters that they wrap.
 WRAPPER_NAME_PARTS = ("base_model.model.", "_checkpoint_wrapped_module.")
 # The key of a prepared batch under which it has the positions before supervised tokens.
@@ -118,6 +130,10 @@ class NormLlavaTrainer(SFTTrainer):
         # model finds likeliest, and their number.
         self._token_sums = torch.zeros(3, device=self.args.device)
 
+        # Autocast would keep a copy of every trained weight in bfloat16 until the forward pass ends, though a pass
+        # reads each weight once.
+        self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
+
         if stream is not None:
             self.args.ignore_data_skip = True  # a resumed stream itself goes on at the row where it stopped
 
@@ -188,31 +204,66 @@ class NormLlavaTrainer(SFTTrainer):
 
         if self._sampler is not None:
             self._rehearse(model, self._sampler)
+        self._run = self._run.with_checkpointing(bool(self.args.gradient_checkpointing))
         return model, loader
 
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
-        """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now."""
+        """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now.
+
+        If the recipe doesn't say whether layers are checkpointed, this decides.
+        """
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
         most_tiles = largest_batch(sampler, integer_column(self.train_dataset, "num_tiles"), is_padded=False)
+        passes: list[Callable[[], None]] = [
+            partial(self._rehearse_pass, model, most_tokens),
+            partial(self._rehearse_pass, model, most_tiles),
+        ]
 
         # A training step reads this number, which Trainer sets only in its loop.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         optimizer = self.optimizer.optimizer  # without accelerate's wrapper
         with rehearsal(model, optimizer, self.args.device):
-            for row_numbers in (most_tokens, most_tiles):
-                # If training accumulates gradients over several passes, a pass needs memory for the gradients of
-                # earlier passes too. So gradients are freed here only if a step has a single pass.
-                if self.args.gradient_accumulation_steps == 1:
-                    model.zero_grad()
-                batch = self.data_collator([self.train_dataset[number] for number in row_numbers])
-                # Our own step would count these tokens, and watch whether this loss is finite.
-                super().training_step(model, batch, num_items_in_batch=torch.tensor(1))
+            for run_pass in passes:
+                run_pass()
+            # Without the optimizer's states, which some optimizers allocate later, the peak isn't known yet.
+            if self.args.chooses_checkpointing and optimizer.state:
+                self._choose_checkpointing(model, passes)
 
         # The log must not contain what is measured here.
         self._token_sums.zero_()
         if self._key_alignment is not None:
             self._key_alignment.collect(self._sum_over_processes)
+
+    def _rehearse_pass(self, model: nn.Module, row_numbers: list[int]) -> None:
+        """Take the forward and backward pass of a batch."""
+        # If training accumulates gradients over several passes, a pass needs memory for the gradients of earlier
+        # passes too. So gradients are freed here only if a step has a single pass.
+        if self.args.gradient_accumulation_steps == 1:
+            model.zero_grad()
+        batch = self.data_collator([self.train_dataset[number] for number in row_numbers])
+        # Our own step would count these tokens, and watch whether this loss is finite.
+        super().training_step(model, batch, num_items_in_batch=torch.tensor(1))
+
+    def _choose_checkpointing(self, model: nn.Module, passes: list[Callable[[], None]]) -> None:
+        """Turn gradient checkpointing off if all processes have enough memory without it."""
+        device = self.args.device
+        limit = memory_limit(device)
+        if limit is None:
+            return
+
+        peaks = [peak_without_checkpointing(model, partial(measure_peak, run_pass, device)) for run_pass in passes]
+        peak = max(peaks)
+        is_too_large = torch.tensor(peak > USABLE_SHARE * limit, dtype=torch.long)
+        if self._sum_over_processes(is_too_large) == 0:
+            self.args.gradient_checkpointing = False
+            stop_checkpointing(model)
+        logger.info(
+            "gradient checkpointing: %s; without it a step would take %.1f GiB of this device's %.1f",
+            self.args.gradient_checkpointing,
+            peak / GIB,
+            limit / GIB,
+        )
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

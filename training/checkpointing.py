@@ -24,6 +24,7 @@ def memory_limit(device: torch.device) -> int | None:
 
 def measure_peak(run_pass: Callable[[], None], device: torch.device) -> int:
     """The most bytes that tensors take on a GPU while a pass runs, weights included."""
+    run_pass()  # the first pass may compile layers, which takes memory of its own
     torch.cuda.reset_peak_memory_stats(device)
     run_pass()
     return torch.cuda.max_memory_allocated(device)

@@ -450,9 +450,8 @@ class NormLlavaTrainer(SFTTrainer):
             norm = self._grad_norms[module] if self._clip_by_module else whole_norm
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
 
-        uses_scaler = (
-            self.accelerator.scaler is not None
-        )  # in float16, where the scaler skips a step that isn't finite
+        # In float16 the scaler skips a step that isn't finite.
+        uses_scaler = self.accelerator.scaler is not None
         if not uses_scaler:
             self._finite_watch.note(whole_norm)
         return whole_norm

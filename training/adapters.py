@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import BitsAndBytesConfig
 
@@ -79,4 +80,9 @@ def add_adapters(
         task_type="CAUSAL_LM",
         **options,
     )
-    return get_peft_model(model, config, revision=revision)
+    adapted = get_peft_model(model, config, revision=revision)
+    for module in adapted.modules():
+        # Each adapter would cast its input to float32, as its weights are, and autocast would cast it back.
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
+    return adapted

@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009 - `option` returns a dataclass field, so calling it in a class body is safe
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -115,6 +116,16 @@ class TrainingConfig(SFTConfig):
     ddp_find_unused_parameters: bool | None = option(False, "Off: every trained parameter always has a gradient.")
     ddp_timeout: int = option(3 * 3600, "Seconds to wait for the main process, which reads and checks all rows.")
     use_cpu: bool = option(False, "Train on the CPU, as is done where there is no accelerator.")
+    dataloader_num_workers: int = option(  # `None` only until `__post_init__`
+        None, "Processes that open pictures. Default: on a GPU up to 8, a core each; none on a CPU and for streams."
+    )
+    dataloader_persistent_workers: bool = option(True, "Keep these processes from one epoch to the next.")
+    logging_nan_inf_filter: bool = option(False, "Must stay off: a loss that isn't finite ends the run.")
+    gradient_checkpointing: bool | None = option(
+        None,
+        "Compute activations again in the backward pass, which saves memory. Default: on a GPU only if memory is too "
+        "small without, which the rehearsal measures; true on a CPU and for streams. A resumed run keeps its own.",
+    )
     torch_compile: bool = option(False, "Compile each layer of the decoder; see docs/train.md for what it refuses.")
     bf16: bool | None = option(
         None, "Compute in bfloat16. Default: true on a GPU and on a CPU fast at it; a resumed run keeps its own."
@@ -125,15 +136,24 @@ class TrainingConfig(SFTConfig):
             raise UserError("output_dir is missing: give the folder that the trained model is written to.")
         self.resume_from_checkpoint: str | bool | None = read_resume(self.resume_from_checkpoint)
 
+        # Where the recipe doesn't say, layers are checkpointed until the rehearsal has decided.
+        given = vars(self)
+        self.chooses_checkpointing = (
+            self.gradient_checkpointing is None and given.get("activation_checkpointing") is None
+        )
+        if self.gradient_checkpointing is None:
+            self.gradient_checkpointing = True
+
         # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and warns if only the old field
         # is set, as TRL's default does. So both are set, except in older versions, which don't have the new field.
-        given = vars(self)
         has_new_field = "activation_checkpointing" in given
         if has_new_field and given["activation_checkpointing"] is None:
             self.activation_checkpointing = self.gradient_checkpointing
 
         if not torch.accelerator.is_available():
             self.use_cpu = True
+        if self.dataloader_num_workers is None:
+            self.dataloader_num_workers = 0 if self.use_cpu else default_num_workers()
         # TRL would turn bf16 from `None` into true, but most CPUs are slower in bfloat16.
         arithmetic_is_given = self.bf16 is not None or self.fp16
         if self.use_cpu and not arithmetic_is_given:
@@ -157,6 +177,15 @@ class TrainingConfig(SFTConfig):
         if self.bf16 and self.device.type != "cpu":
             return torch.bfloat16
         return torch.float32
+
+
+def default_num_workers() -> int:
+    """How many processes open pictures for a process that trains on a GPU: a core each, and 8 at most."""
+    num_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # on Linux, where a process may be confined to some cores
+        num_cores = len(os.sched_getaffinity(0))
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
+    return min(num_cores // processes_here, 8)
 
 
 def read_resume(given: str | bool | None) -> str | bool | None:

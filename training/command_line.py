@@ -99,6 +99,9 @@ def make_arguments(parser: TrlParser, fields: dict[str, Any]) -> tuple[RunArgume
     """
     recipe_path = fields["recipe"]
     parsed_fields = {name: value for name, value in fields.items() if name != "recipe"}
+    if parsed_fields["dataset_streaming"] and parsed_fields["dataloader_num_workers"] is None:
+        # A place in a stream depends on the number of workers, so their default must not depend on the machine.
+        parsed_fields["dataloader_num_workers"] = 0
     run_args, args = parser.parse_dict(parsed_fields)
     run_args.recipe = recipe_path
     check_arguments(run_args, args)

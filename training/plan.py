@@ -25,17 +25,21 @@ from trl.trainer.utils import add_fused_lm_head
 
 from common.console import command
 from common.errors import UserError
+from diagnostics.parts import find_decoder
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig
 from training.command_line import parse_arguments
 from training.loading import load_config, prepare_model
 from training.loss import head_at_positions
 from training.stages import base_model
+from training.stand_ins import EightBitAdam, pack_layers
 
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+OPTIMIZERS_8BIT = ("adamw_bnb_8bit", "adamw_8bit")
+PLANNED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", *OPTIMIZERS_8BIT)
 # The peak of memory comes in the second pass of the second step. The optimizer's states exist since the end of the
 # first step, and the step's gradients since its first pass.
 NUM_STEPS = 2
@@ -170,8 +174,8 @@ def plan_step(
     """The plan of a step, measured in some steps without data. Frozen weights have the dtype that they have on a GPU.
 
     Raises:
-        UserError: for 4-bit weights and for optimizers other than torch's, whose memory is not known here, and if a
-            sample has fewer tokens than its picture and its supervised tokens take.
+        UserError: for optimizers whose memory is not known here, and if a sample has fewer tokens than its picture and
+            its supervised tokens take.
     """
     check_plan(config, run_args, args, batch)
     model, trained = build_model(config, run_args, args)
@@ -181,7 +185,8 @@ def plan_step(
         trained.train()
 
         # FLOPs are counted before checkpointing is turned on, because recomputation isn't part of the model's FLOPs.
-        flops = count_flops(trained, batch)
+        with autocast(args):  # frozen weights may be bfloat16 beside trained ones in float32
+            flops = count_flops(trained, batch)
         trained.zero_grad()
         if args.gradient_checkpointing:
             has_adapters = trained is not model
@@ -189,9 +194,7 @@ def plan_step(
                 model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
-        # FSDP2 gathers sharded weights anew in each pass, so autocast can't keep its casts of them.
-        keeps_casts = devices == 1
-        peak, optimizer = track_steps(trained, args, batch, keeps_casts)
+        peak, optimizer = track_steps(trained, args, batch)
 
     weights = num_bytes(trained.parameters())
     gradients = num_bytes(trained_parameters(trained))  # a gradient has the size of its parameter
@@ -218,8 +221,8 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
     if batch.tokens < image_tokens + batch.supervised:
         needed = f"{image_tokens} tokens of its picture and {batch.supervised} supervised ones"
         raise UserError(f"A sample of {batch.tokens} tokens can't hold the {needed}: set --tokens and --supervised.")
-    if run_args.load_in_4bit or not args.optim.value.startswith(("adamw_torch", "sgd")):
-        raise UserError("Not planned: 4-bit weights, and other optimizers than adamw_torch, adamw_torch_fused, sgd.")
+    if args.optim.value not in PLANNED_OPTIMIZERS:
+        raise UserError(f"optim {args.optim.value} isn't planned, only {', '.join(PLANNED_OPTIMIZERS)}.")
 
 
 def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig) -> tuple[Any, Any]:
@@ -228,6 +231,8 @@ def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingC
     with torch.device("meta"), no_init_weights():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model.tie_weights()
+        if run_args.load_in_4bit:
+            pack_layers(find_decoder(model).layers, run_args.use_bnb_nested_quant)
         trained, _ = prepare_model(model, run_args, args, frozen_dtype)
     # As TRL does: the model's `forward` computes log probabilities without holding all logits.
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
@@ -242,27 +247,40 @@ def count_flops(trained: nn.Module, batch: Batch) -> int:
     return counter.get_total_flops()
 
 
-def track_steps(
-    trained: nn.Module, args: TrainingConfig, batch: Batch, keeps_casts: bool
-) -> tuple[int, torch.optim.Optimizer]:
-    """Run some steps, and track their memory. `keeps_casts` says whether autocast keeps casts of weights in a pass.
+def autocast(args: TrainingConfig) -> torch.autocast:
+    """A block that computes as training does."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16), cache_enabled=False)
+
+
+def track_steps(trained: nn.Module, args: TrainingConfig, batch: Batch) -> tuple[int, torch.optim.Optimizer]:
+    """Run some steps, and track their memory.
 
     Returns:
         The bytes at the peak of the steps, and the optimizer with its states.
     """
-    optimizer_class, optimizer_options = Trainer.get_optimizer_cls_and_kwargs(args, trained)
-    optimizer = optimizer_class(trained_parameters(trained), **optimizer_options)
+    optimizer = make_optimizer(trained, args)
     with WholeModelTracker() as tracker:
         tracker.track_external(trained, optimizer)
         for _ in range(NUM_STEPS):
             for _ in range(NUM_PASSES):
-                with torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16), cache_enabled=keeps_casts):
+                with autocast(args):
                     loss = compute_loss(trained, batch)
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     return peak, optimizer
+
+
+def make_optimizer(trained: nn.Module, args: TrainingConfig) -> torch.optim.Optimizer:
+    """The optimizer of the recipe, or one that has as large states."""
+    parameters = trained_parameters(trained)
+    if args.optim.value in OPTIMIZERS_8BIT:
+        embeddings = [module.weight for module in trained.modules() if isinstance(module, nn.Embedding)]
+        return EightBitAdam(parameters, embeddings)
+
+    optimizer_class, optimizer_options = Trainer.get_optimizer_cls_and_kwargs(args, trained)
+    return optimizer_class(parameters, **optimizer_options)
 
 
 def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:

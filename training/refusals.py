@@ -42,6 +42,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "torch_compile_mode": (None, "layers are compiled in torch's default mode; no other has been tried"),
     "load_best_model_at_end": (False, "save_strategy 'best' keeps the best checkpoint; take it from its folder"),
     "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
+    "logging_nan_inf_filter": (False, "it hides a loss that isn't finite, which ends the run"),
     "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),
 }
 # Fields that must be `None`, or 1 or more.

@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,16 @@ class Run:
     data: str
     """The fingerprint of all rows."""
     arguments: dict[str, Any]
-    """The arguments in `COMPARED_ARGUMENTS`, by name."""
+    """The arguments in `COMPARED_ARGUMENTS`, by name, and `gradient_checkpointing`, which a resumed run may change."""
     recipe: str | None
     """Path of the recipe; `None` if all fields were given on the command line."""
     environment: Environment
     sources: tuple[Source, ...] = ()
     """The records of the sources of rows; empty for a stream."""
+
+    def with_checkpointing(self, is_on: bool) -> "Run":
+        """The same record, with whether layers are checkpointed."""
+        return replace(self, arguments={**self.arguments, "gradient_checkpointing": is_on})
 
     def write(self, folder: Path) -> None:
         """Write `run.json` into a folder."""

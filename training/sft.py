@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with arithmetic and attention from the record of the resumed run unless the user gives them.
+    """The fields, with arithmetic, attention and checkpointing from the resumed run's record, unless they are given.
 
     The defaults of these fields depend on the machine, and a run may be resumed on another machine.
     """
@@ -95,6 +95,8 @@ def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
         filled["bf16"] = recorded.get("bf16")
     if fields["attn_implementation"] is None:
         filled["attn_implementation"] = recorded.get("attn_implementation")
+    if fields["gradient_checkpointing"] is None:
+        filled["gradient_checkpointing"] = recorded.get("gradient_checkpointing")
     return fields | filled
 
 

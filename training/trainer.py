@@ -1,15 +1,17 @@
 """TRL's trainer with our batches, loss, learning rates by module, measurements and checkpoints."""
 
 import dataclasses
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.trainer
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import AutocastKwargs, TorchDynamoPlugin
 from datasets import Dataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,12 +23,18 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 from typing_extensions import override
 
-from common.errors import UserError
 from conversations.measured import integer_column, row_lengths
 from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
 from diagnostics.tokens import attended_tokens
 from training.batches import Batches
+from training.checkpointing import (
+    USABLE_SHARE,
+    measure_peak,
+    memory_limit,
+    peak_without_checkpointing,
+    stop_checkpointing,
+)
 from training.checkpoints import (
     SAVING_FOLDER,
     STATE_FILE,
@@ -36,6 +44,7 @@ from training.checkpoints import (
     write_unsharded,
 )
 from training.compiling import compile_layers
+from training.finite import FiniteWatch
 from training.key_alignment import KeyAlignment
 from training.loss import gradient_alone, head_at_positions, supervised_tokens
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
@@ -45,8 +54,13 @@ from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
 
 
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
 # PEFT and FSDP's activation checkpointing put these parts into the names of the parameters that they wrap.
 WRAPPER_NAME_PARTS = ("base_model.model.", "_checkpoint_wrapped_module.")
+# The key of a prepared batch under which it has the positions before supervised tokens.
+POSITIONS = "supervised_positions"
 
 
 class NormLlavaTrainer(SFTTrainer):
@@ -103,11 +117,22 @@ class NormLlavaTrainer(SFTTrainer):
         self._key_alignment = key_alignment
         # The number of tokens that this process has trained on since it last added them to the trainer's state.
         self._num_new_tokens = 0
+        # The trained parameters of each module, or this process's shards of them; listed when training begins.
+        self._trained_parameters: dict[str, list[nn.Parameter]] = {}
         # The last step's gradient norm of each module, before clipping.
         self._grad_norms: dict[str, torch.Tensor] = {}
 
         with keep_dtypes(model):
             super().__init__(model=model, **kwargs)
+
+        self._finite_watch = FiniteWatch(self.args.device)
+        # Sums over this process's supervised tokens since the last log: their entropy, how many of them are what the
+        # model finds likeliest, and their number.
+        self._token_sums = torch.zeros(3, device=self.args.device)
+
+        # Autocast would keep a copy of every trained weight in bfloat16 until the forward pass ends, though a pass
+        # reads each weight once.
+        self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
         if stream is not None:
             self.args.ignore_data_skip = True  # a resumed stream itself goes on at the row where it stopped
@@ -143,6 +168,7 @@ class NormLlavaTrainer(SFTTrainer):
         return self._data_loader(self.train_dataset, self._sampler)
 
     def _data_loader(self, rows: Dataset, batches: Batches) -> DataLoader:
+        has_workers = self.args.dataloader_num_workers > 0
         return DataLoader(
             rows,
             batch_sampler=batches,
@@ -150,7 +176,8 @@ class NormLlavaTrainer(SFTTrainer):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            persistent_workers=self.args.dataloader_persistent_workers,
+            persistent_workers=has_workers and self.args.dataloader_persistent_workers,
+            generator=torch.Generator(),  # otherwise the loader would draw from the random numbers of training
         )
 
     @override
@@ -171,32 +198,72 @@ class NormLlavaTrainer(SFTTrainer):
         if self.args.torch_compile:
             compile_layers(layers, self.args.torch_compile_backend)
 
+        # After this, FSDP2 replaces no parameters any more.
+        self._trained_parameters = self._list_trained_parameters(self.accelerator.unwrap_model(model))
+        self._finite_watch.start(self.state.global_step)
+
         if self._sampler is not None:
             self._rehearse(model, self._sampler)
+        self._run = self._run.with_checkpointing(bool(self.args.gradient_checkpointing))
         return model, loader
 
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
-        """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now."""
+        """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now.
+
+        If the recipe doesn't say whether layers are checkpointed, this decides.
+        """
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
         most_tiles = largest_batch(sampler, integer_column(self.train_dataset, "num_tiles"), is_padded=False)
+        passes: list[Callable[[], None]] = [
+            partial(self._rehearse_pass, model, most_tokens),
+            partial(self._rehearse_pass, model, most_tiles),
+        ]
 
         # A training step reads this number, which Trainer sets only in its loop.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         optimizer = self.optimizer.optimizer  # without accelerate's wrapper
         with rehearsal(model, optimizer, self.args.device):
-            for row_numbers in (most_tokens, most_tiles):
-                # If training accumulates gradients over several passes, a pass needs memory for the gradients of
-                # earlier passes too. So gradients are freed here only if a step has a single pass.
-                if self.args.gradient_accumulation_steps == 1:
-                    model.zero_grad()
-                batch = self.data_collator([self.train_dataset[number] for number in row_numbers])
-                super().training_step(model, batch)  # our own would count tokens, and stop if the loss isn't finite
+            for run_pass in passes:
+                run_pass()
+            # Without the optimizer's states, which some optimizers allocate later, the peak isn't known yet.
+            if self.args.chooses_checkpointing and optimizer.state:
+                self._choose_checkpointing(model, passes)
 
-        # The log must not contain what TRL and the losses on keys have measured here.
-        self._metrics["train"].clear()
+        # The log must not contain what is measured here.
+        self._token_sums.zero_()
         if self._key_alignment is not None:
             self._key_alignment.collect(self._sum_over_processes)
+
+    def _rehearse_pass(self, model: nn.Module, row_numbers: list[int]) -> None:
+        """Take the forward and backward pass of a batch."""
+        # If training accumulates gradients over several passes, a pass needs memory for the gradients of earlier
+        # passes too. So gradients are freed here only if a step has a single pass.
+        if self.args.gradient_accumulation_steps == 1:
+            model.zero_grad()
+        batch = self.data_collator([self.train_dataset[number] for number in row_numbers])
+        # Our own step would count these tokens, and watch whether this loss is finite.
+        super().training_step(model, batch, num_items_in_batch=torch.tensor(1))
+
+    def _choose_checkpointing(self, model: nn.Module, passes: list[Callable[[], None]]) -> None:
+        """Turn gradient checkpointing off if all processes have enough memory without it."""
+        device = self.args.device
+        limit = memory_limit(device)
+        if limit is None:
+            return
+
+        peaks = [peak_without_checkpointing(model, partial(measure_peak, run_pass, device)) for run_pass in passes]
+        peak = max(peaks)
+        is_too_large = torch.tensor(peak > USABLE_SHARE * limit, dtype=torch.long)
+        if self._sum_over_processes(is_too_large) == 0:
+            self.args.gradient_checkpointing = False
+            stop_checkpointing(model)
+        logger.info(
+            "gradient checkpointing: %s; without it a step would take %.1f GiB of this device's %.1f",
+            self.args.gradient_checkpointing,
+            peak / GIB,
+            limit / GIB,
+        )
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -214,7 +281,7 @@ class NormLlavaTrainer(SFTTrainer):
 
         if model is None:
             model = self.model
-        trained_parameters = self._trained_parameters(model)
+        trained_parameters = self._list_trained_parameters(model)
 
         # Trainer has made two groups, one with weight decay and one without. Each module gets its part of both.
         groups = []
@@ -227,7 +294,7 @@ class NormLlavaTrainer(SFTTrainer):
         optimizer.param_groups = groups
         return optimizer
 
-    def _trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    def _list_trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
         """The trained parameters of each module, or this process's shards of them."""
         parameters: dict[str, list[nn.Parameter]] = {module: [] for module in self._rates}
         for name, parameter in model.named_parameters():
@@ -249,16 +316,26 @@ class NormLlavaTrainer(SFTTrainer):
             super()._run_epoch(epoch=epoch, **kwargs)
 
     @override
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        """The number of supervised tokens in all batches of a step, over all processes, on the device.
+
+        They are counted before the batches are copied to the device. Trainer would then wait until the device has
+        taken the number.
+        """
+        num_supervised = torch.tensor(0)
+        for batch in batch_samples:
+            num_supervised += (batch["labels"][:, 1:] != IGNORED).sum()
+        return self._sum_over_processes(num_supervised).to(device, non_blocking=True)
+
+    @override
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a forward and backward pass.
 
-        Trainer would count padding as tokens, and would go on training with a loss that is not finite.
+        Trainer would count padding as tokens. Nothing here waits for the device: tokens are counted before they are
+        copied to it, and whether the loss is finite is only noted.
 
         Returns:
             The loss of the pass.
-
-        Raises:
-            UserError: if the loss is not finite.
         """
         if self._stream is not None:
             self._stream.record_trained(inputs.pop(PLACE))
@@ -273,24 +350,64 @@ class NormLlavaTrainer(SFTTrainer):
             self._num_new_tokens += int(attended_tokens(inputs).sum())
 
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self._check_finite("loss", loss.item())
+        self._finite_watch.note(loss)
         return loss
 
-    def _check_finite(self, name: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise UserError(
-                f"The {name} is {value} in step {self.state.global_step + 1}; lower the learning rate, or look at "
-                "the rows of this step."
-            )
+    @override
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The batch on the device, with the positions before supervised tokens instead of its labels.
+
+        The positions are found here, since on the device Python would have to wait for their number.
+        """
+        inputs = dict(inputs)
+        positions, next_tokens = supervised_tokens(inputs.pop("labels"))
+        inputs[POSITIONS] = positions  # [num_supervised]
+        inputs["shift_labels"] = next_tokens[None]  # [1, num_supervised]
+        return super()._prepare_inputs(inputs)
+
+    @override
+    def _prepare_input(self, data: Any) -> Any:
+        """Copy tensors to the device. Trainer would wait for each copy."""
+        if isinstance(data, torch.Tensor):
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
 
     @override
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's loss of the supervised tokens; in training with the gradient of the losses on keys.
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """TRL's loss of the supervised tokens, with the gradient of the losses on keys.
 
-        TRL's loss is the sum over the tokens of the batch, divided by the number of supervised tokens in the step, and
-        multiplied by the number of processes, since DDP and FSDP2 average over processes.
+        The loss is the sum over the tokens of the batch, divided by the number of supervised tokens in the step, and
+        multiplied by the number of processes, since DDP and FSDP2 average over processes. TRL would also read its
+        measurements from the device, in every pass.
+        """
+        outputs = self._score_tokens(model, inputs)
+        token_losses = -outputs.log_probs  # [1, num_supervised]
+        if self.args.loss_type == "dft":
+            token_losses = token_losses * outputs.log_probs.exp().detach()
+        loss = token_losses.sum() / num_items_in_batch * self.accelerator.num_processes
+        if self.aux_loss_enabled:  # of a decoder with experts, the mean over the step's passes
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
+
+        entropy = outputs.entropy.detach().sum()
+        num_correct = outputs.is_top1.sum()
+        self._token_sums += torch.stack([entropy, num_correct, outputs.label_mask.sum()])
+
+        if self._key_alignment is None:
+            return loss
+        # A step adds up the gradients of its passes. The division makes the step's penalty the mean over its passes.
+        penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
+        # Only the penalty's gradient is added, so that logged losses of runs with and without key losses can be
+        # compared.
+        return loss + gradient_alone(penalty)
+
+    def _score_tokens(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """The model's output for a prepared batch: the log probability of each supervised token, and its entropy.
 
         TRL has replaced the model's `forward` by one that applies the head to one tile of tokens after the other, so
         that all logits never exist at once. Without Triton, TRL would compute logits at every position, those of image
@@ -303,18 +420,17 @@ class NormLlavaTrainer(SFTTrainer):
             # gradients of the processes.
             head.unshard()
 
-        positions, next_tokens = supervised_tokens(inputs["labels"])
-        inputs = {**inputs, "shift_labels": next_tokens[None]}  # [1, num_supervised]
+        model_inputs = dict(inputs)
+        positions = model_inputs.pop(POSITIONS)
+        if self.aux_loss_enabled:
+            model_inputs["output_router_logits"] = True
         with head_at_positions(unwrapped, positions):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return model(**model_inputs, use_cache=False, fused_lm_head=True)
 
-        if self._key_alignment is None or not model.training:
-            return loss
-        # A step adds up the gradients of its passes. The division makes the step's penalty the mean over its passes.
-        penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
-        # Only the penalty's gradient is added, so that logged losses of runs with and without key losses can be
-        # compared.
-        return loss + gradient_alone(penalty)
+    @override
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Zero: Trainer would count all parameters in every pass, for a figure that counts padding."""
+        return 0
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -324,31 +440,40 @@ class NormLlavaTrainer(SFTTrainer):
 
         Returns:
             The norm of the whole gradient before clipping.
-
-        Raises:
-            UserError: if that norm is not finite, except in float16, where the scaler skips such a step.
         """
         self.accelerator.unscale_gradients()  # float16's scaler has scaled them
-        trained_parameters = self._trained_parameters(self.accelerator.unwrap_model(model))
-        for module, parameters in trained_parameters.items():
+        for module, parameters in self._trained_parameters.items():
             self._grad_norms[module] = gradient_norm(parameters)
         whole_norm = torch.stack(list(self._grad_norms.values())).norm()
 
-        for module, parameters in trained_parameters.items():
+        for module, parameters in self._trained_parameters.items():
             norm = self._grad_norms[module] if self._clip_by_module else whole_norm
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
 
+        # In float16 the scaler skips a step that isn't finite.
         uses_scaler = self.accelerator.scaler is not None
         if not uses_scaler:
-            self._check_finite("gradient's norm", float(whole_norm))
+            self._finite_watch.note(whole_norm)
         return whole_norm
+
+    def _check_finite(self) -> None:
+        """Stop the run if a loss or a gradient since the last check was not finite. Every process must call this.
+
+        Raises:
+            UserError: if one was not.
+        """
+        self._finite_watch.check(self.state.global_step, self._sum_over_processes)
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log a step with our measurements, and without Trainer's figures that are wrong here.
 
         Trainer and TRL would log figures that count padding, or that begin at 0 again when a run is resumed.
+
+        Raises:
+            UserError: if a loss or a gradient since the last check was not finite.
         """
+        self._check_finite()
         self._add_up_tokens()
         if "loss" in logs:  # not in the logs of an evaluation or of the whole run
             logs |= self._measurements()
@@ -377,8 +502,12 @@ class NormLlavaTrainer(SFTTrainer):
         self._num_new_tokens = 0
 
     def _measurements(self) -> dict[str, float]:
-        """Learning rates and gradient norms by module, norms at the decoder's input, and the losses on keys."""
-        measurements = {f"learning_rate/{name}": rate for name, rate in self._step_rates.items()}
+        """Figures of tokens, learning rates and gradient norms by module, norms at the decoder's input, key losses."""
+        entropy, num_correct, num_tokens = self._sum_over_processes(self._token_sums).tolist()
+        self._token_sums.zero_()
+
+        measurements = {"entropy": entropy / num_tokens, "mean_token_accuracy": num_correct / num_tokens}
+        measurements |= {f"learning_rate/{name}": rate for name, rate in self._step_rates.items()}
         measurements |= {f"grad_norm/{name}": norm.item() for name, norm in self._grad_norms.items()}
         measurements |= self._monitor.collect(self._sum_over_processes)
         if self._key_alignment is not None:
@@ -392,7 +521,11 @@ class NormLlavaTrainer(SFTTrainer):
 
         The two losses are returned and logged as `eval_loss` and `eval_loss_blank`. Trainer would log a mean over
         batches. The random state is restored, so that training goes on as it would without an evaluation.
+
+        Raises:
+            UserError: if a loss or a gradient since the last check was not finite.
         """
+        self._check_finite()
         device = self.args.device
         cuda_devices = [device] if device.type == "cuda" else []
         blank = self.data_collator.process_images([]).to(device)  # [1, 3, height, width]
@@ -406,11 +539,10 @@ class NormLlavaTrainer(SFTTrainer):
                 blanked = {**batch, "pixel_values": blank.expand_as(batch["pixel_values"])}
                 sums[0] += self._summed_loss(batch)
                 sums[1] += self._summed_loss(blanked)
-                sums[2] += (batch["labels"] != IGNORED).sum().item()
+                sums[2] += len(batch[POSITIONS])
 
         loss, loss_blank, num_tokens = self._sum_over_processes(sums).tolist()
         metrics = {"eval_loss": loss / num_tokens, "eval_loss_blank": loss_blank / num_tokens}
-        self._metrics["eval"].clear()  # TRL's own metrics are means over batches
         self.log(metrics)  # before model.train(): in training mode TRL would add its metrics of training
         self.model.train()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -418,18 +550,18 @@ class NormLlavaTrainer(SFTTrainer):
 
     def _summed_loss(self, batch: dict[str, Any]) -> float:
         """The sum of the losses of a batch's supervised tokens."""
-        # TRL divides the sum by `num_items_in_batch`, and multiplies it by the number of processes. With this number
-        # for both, the sum stays as it is.
-        num_processes = self.accelerator.num_processes
-        loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=num_processes)
-        return loss.item()
+        return -self._score_tokens(self.model, batch).log_probs.sum().item()
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint in a separate folder, and rename it when it is complete.
 
         Trainer writes a checkpoint in its place, where a killed run leaves it half-written.
+
+        Raises:
+            UserError: if a loss or a gradient since the last check was not finite.
         """
+        self._check_finite()
         self._add_up_tokens()
         output_dir = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
@@ -471,10 +603,15 @@ class NormLlavaTrainer(SFTTrainer):
         With `output_dir`, which Trainer gives for a checkpoint, this is Trainer's own method. Without it, this saves
         the final model of the run: FSDP2's shards are gathered, and the model is written into a separate folder and
         published only when it is complete. Trainer would write it in its place, and sharded.
+
+        Raises:
+            UserError: if a loss or a gradient since the last check was not finite.
         """
         if output_dir is not None:
             super().save_model(output_dir, _internal_call=True)
             return
+
+        self._check_finite()
 
         # The final model gets the Hub's names again, which `_save_checkpoint` has turned off.
         self._unwrapped().__dict__.pop("_weight_conversions", None)
@@ -509,7 +646,7 @@ class NormLlavaTrainer(SFTTrainer):
         """The elementwise sum of the tensors that the processes give. Every process must call this."""
         if self.accelerator.num_processes == 1:
             return sums
-        return self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
+        return self.accelerator.reduce(sums.to(self.accelerator.device, non_blocking=True), "sum")
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def write_folder(config: NormLlavaConfig, folder: Path) -> None:
         # Nothing is cropped, but the processor counts a picture's image tokens by the crop size.
         image_processor: Any = BitImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
     else:
-        image_processor = SiglipImageProcessorPil(size=size)
+        image_processor = SiglipImageProcessorPil(size=size, crop_size=size)
 
     tokenizer = byte_tokenizer()
     has_cls_token = config.vision_feature_select_strategy == "default"

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from benchmarks.gpu.definitions import PEAK_FLOPS, Work, model_flops
 from benchmarks.gpu.results import Figures
 from benchmarks.gpu.stopwatch import Stopwatch
+from benchmarks.gpu.synchronisations import SynchronisationCounter
 from conversations.tokens import IGNORED
 from training.stages import base_model
 
@@ -59,19 +60,29 @@ class StepRecorder(TrainerCallback):
         self.step = 0
         self.passes: list[Pass] = []
         self.figures: Figures = {}
+        self.synchronisation_counter = SynchronisationCounter()
+        # How often each line of code waited for the GPU in a step.
+        self.synchronisations: dict[str, int] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to record the model's passes."""
         self.watch(model, args.device)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count what waits for the GPU in the last step of the warm-up, since counting takes time."""
+        if self.step == self.warmup - 1:
+            self.synchronisation_counter.start()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record that a step of the trainer has ended."""
+        if self.step == self.warmup - 1:
+            self.synchronisations = self.synchronisation_counter.stop()
         self.end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the figures, and end the training."""
         loss = state.log_history[-1]["train_loss"]
-        self.figures = {"loss": loss, **self.summary()}
+        self.figures = {"loss": loss, **self.summary(), "synchronisations": self.synchronisations}
         raise TrainingMeasured
 
     def watch(self, trained: Any, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks.gpu import attention, large, norm, part, small
 from benchmarks.gpu.definitions import Work, model_flops
 from benchmarks.gpu.models import large_config, small_config
 from benchmarks.gpu.results import Arm, Line, append_line, read_lines
+from benchmarks.gpu.synchronisations import SynchronisationCounter
 from benchmarks.gpu.table import render
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.adapters import add_adapters
@@ -301,3 +303,14 @@ def test_all_parts_run(tmp_path: Path) -> None:
     errors = {line.arm: line.error for line in lines if line.error is not None}
     assert errors == {}
     render(results)
+
+
+def test_synchronisations_are_counted_by_line() -> None:
+    counter = SynchronisationCounter()
+    counter.start()
+    for _ in range(2):
+        warnings.warn("called a synchronizing CUDA operation (of torch's C++)", stacklevel=1)
+    warnings.warn("another warning", stacklevel=1)
+    ((line, count),) = counter.stop().items()
+    assert line.startswith("tests/benchmarks/test_gpu.py:")
+    assert count == 2

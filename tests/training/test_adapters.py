@@ -81,6 +81,18 @@ def has_lora(model: torch.nn.Module) -> bool:
     return any(".lora_" in name for name, _ in model.named_parameters())
 
 
+def test_adapters_in_float32_get_a_bfloat16_input_as_it_is(composed: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+    adapted = add_adapters(model, rank=2, alpha=4)
+    layer = adapted.base_model.model.model.language_model.layers[0].self_attn.q_proj
+    dtypes = []
+    layer.lora_A["default"].register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(torch.ones(1, 32, dtype=torch.bfloat16))
+    assert layer.lora_A["default"].weight.dtype == torch.float32
+    assert dtypes == [torch.bfloat16]
+
+
 def test_a_recipes_fields_reach_the_adapters(composed: Callable[..., Path], tmp_path: Path) -> None:
     fields = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "use_rslora": True}
     run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="adapt", **fields)

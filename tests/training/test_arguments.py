@@ -11,7 +11,7 @@ import yaml
 from common.errors import UserError
 from script_runs import FAST, INSTRUCT, PACKED, ROOT
 from training import sft
-from training.arguments import RunArguments, SourceArguments, TrainingConfig
+from training.arguments import RunArguments, SourceArguments, TrainingConfig, default_num_workers
 from training.command_line import parse_arguments
 from training.refusals import check_arguments
 from training.run import describe_environment, describe_run
@@ -93,6 +93,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stage": "adapt", "torch_compile": True, "key_gram_weight": 0.1}, "set torch_compile to false"),
     ({"stage": "instruct"}, "give vision_learning_rate"),
     ({"fp16": True}, "fp16 needs a GPU"),
+    ({"logging_nan_inf_filter": True}, "logging_nan_inf_filter must stay False"),
     ({"report_to": "dvclive"}, "report_to: dvclive is not installed: install it, or give report_to: none"),
     ({"num_train_epochs": 0}, "num_train_epochs 0 trains nothing"),
     ({"warmup_ratio": 0.03}, "warmup_ratio is gone: give warmup_steps, where a number below 1"),
@@ -365,3 +366,25 @@ def test_all_recipes_are_accepted_and_those_of_large_models_have_the_papers_sett
         assert run_args.global_batch_size == 128
         assert args.learning_rate == 1e-5
         assert run_args.vision_learning_rate == 2e-6
+
+
+def test_pictures_are_opened_by_workers_where_there_is_a_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(12))
+    assert default_num_workers() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_num_workers() == 3
+
+    _, args = parse_arguments(change_recipe(recipe))
+    assert args.dataloader_num_workers == 0  # on a CPU
+
+
+def test_workers_of_a_stream_do_not_depend_on_the_machine(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingConfig, "__post_init__", lambda args: None)  # which would read the device
+    monkeypatch.setattr("training.command_line.check_arguments", lambda run_args, args: None)
+
+    _, args = parse_arguments(change_recipe(recipe, dataset_streaming=True, max_steps=2))
+    assert args.dataloader_num_workers == 0
+    _, args = parse_arguments(change_recipe(recipe, dataloader_num_workers=3))
+    assert args.dataloader_num_workers == 3
+    _, args = parse_arguments(change_recipe(recipe, dataset_streaming=False, dataloader_num_workers=None))
+    assert args.dataloader_num_workers is None  # the device decides

@@ -156,11 +156,46 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
     finished: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    # With this learning rate the weights explode in the first steps.
+    # With this learning rate the weights explode in the first steps. The first is logged and saved, but not the next.
     fields = {**finished, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
-    with pytest.raises(UserError, match="The loss is nan in step"):
+    with pytest.raises(UserError, match="was not finite in step 2;"):
         run(tmp_path, **{**fields, "output_dir": str(out)})
-    assert find_checkpoint(out, resume=True) is not None
+    assert find_checkpoint(out, resume=True) == out / "checkpoint-1"
+    assert "NaN" not in (out / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"logging_steps": 3}, "one of the steps 1 to 3"),
+        ({"logging_steps": 100, "save_steps": 4}, "one of the steps 1 to 4"),
+        ({"logging_steps": 100, "eval_strategy": "steps", "eval_steps": 5}, "one of the steps 1 to 5"),
+        ({"logging_steps": 100}, "one of the steps 1 to 8"),
+    ],
+    ids=["logging", "saving", "evaluating", "ending"],
+)
+def test_a_loss_that_is_not_finite_is_found_before_anything_is_written(
+    finished: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    steps: str,
+) -> None:
+    training_step = SFTTrainer.training_step
+
+    def step_with_one_nan(trainer: SFTTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = training_step(trainer, *args, **kwargs)
+        is_second_step = trainer.state.global_step == 1
+        return loss * torch.nan if is_second_step else loss
+
+    monkeypatch.setattr(SFTTrainer, "training_step", step_with_one_nan)
+    fields = {**finished, "save_steps": 100, "output_dir": str(tmp_path / "out"), **settings}
+    if "eval_strategy" in settings:
+        fields["eval_dataset_name"] = finished["dataset_name"]
+    with pytest.raises(UserError, match=f"was not finite in {steps};"):
+        run(tmp_path, **fields)
+    assert find_checkpoint(tmp_path / "out", resume=True) is None
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == ""
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(
@@ -174,7 +209,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
         return loss
 
     monkeypatch.setattr(SFTTrainer, "training_step", step_with_infinite_gradient)
-    with pytest.raises(UserError, match="The gradient's norm is inf in step 1"):
+    with pytest.raises(UserError, match="The loss or the gradient's norm was not finite in one of the steps 1 to 2;"):
         run(tmp_path, **{**finished, "output_dir": str(tmp_path / "out")})
 
 

@@ -29,17 +29,20 @@ from script_runs import (
 
 # The script that trains with FSDP2 on CPUs, instead of training/sft.py.
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
+# The script that trains with little memory, or with a loss that isn't finite.
+STAGED_ON_CPU = "tests/training/staged_cpu.py"
 # Arguments of `launch` for two processes with DDP on the CPU.
 TWO_PROCESSES = ("--config_file", "training/accelerate/cpu_ddp.yaml")
 
 
-def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fields: Any) -> str:
+def launch(folder: Path, *arguments: str, script: str = "training/sft.py", fails: bool = False, **fields: Any) -> str:
     """Run a script by `accelerate launch`.
 
     Args:
         folder: The folder to write the recipe into.
         arguments: Options of `accelerate launch`.
         script: The script's path in the repository.
+        fails: Whether the script is expected to fail.
         fields: The recipe's fields, beside those of FAST.
 
     Returns:
@@ -50,7 +53,7 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
     launcher = ["-m", "accelerate.commands.launch", "--main_process_port=0"]  # 0 takes any free port
     command = [sys.executable, *launcher, *arguments, script, "--config", recipe]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert (result.returncode != 0) == fails, result.stderr[-3000:]
     return result.stderr
 
 
@@ -299,3 +302,38 @@ def test_two_processes_with_compiled_layers_train_as_one_without(
     assert_same_log(two, one, num_steps=3)
     if config_name == "fsdp2":  # the other run saves an adapter, no whole model
         assert_same_weights(two, one, start=composed())
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_one_process_stops_both(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    fields |= {"logging_steps": 10, "output_dir": str(tmp_path / "out")}
+    monkeypatch.setenv("STAGED_NAN", "1")
+    printed = launch(tmp_path, *TWO_PROCESSES, script=STAGED_ON_CPU, fails=True, **fields)
+    assert printed.count("UserError: The loss or the gradient's norm was not finite in one of the steps 1 to 3;") == 2
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("config_name", ["cpu_ddp", "fsdp2"])
+def test_processes_agree_on_checkpointing(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_name: str
+) -> None:
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields |= {"gradient_checkpointing": None, "global_batch_size": 10}
+    config = two_processes_on_cpu(config_name, tmp_path)
+    if config_name == "fsdp2":
+        monkeypatch.setenv("STAGED_FSDP", "1")
+
+    checkpointed = {}
+    for name, memory in {"enough": "2000,2000", "too little on one": "2000,1100"}.items():
+        monkeypatch.setenv("STAGED_MEMORY", memory)
+        launch(tmp_path, *config, script=STAGED_ON_CPU, **fields, output_dir=str(tmp_path / name))
+        run_record = json.loads((tmp_path / name / "run.json").read_text())
+        checkpointed[name] = run_record["arguments"]["gradient_checkpointing"]
+    assert checkpointed == {"enough": False, "too little on one": True}
+    assert_same_log(tmp_path / "enough", tmp_path / "too little on one", num_steps=3)
+    assert changed_weights(tmp_path / "enough", tmp_path / "too little on one") == set()

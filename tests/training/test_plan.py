@@ -159,6 +159,20 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     assert in_bfloat16.weights == 4 * num_in_float32 + 2 * (num_all - num_in_float32)
 
 
+def test_4_bit_weights_and_8_bit_states_are_planned(recipe: dict[str, Any]) -> None:
+    batch = Batch(SAMPLES, tokens=150, supervised=20, is_packed=False)
+    lora = make_plan({**recipe, **STAGES["adapt"], "bf16": True}, batch)
+    qlora = make_plan({**recipe, **STAGES["adapt"], "bf16": True, "load_in_4bit": True}, batch)
+    assert qlora.weights < lora.weights
+    assert qlora.gradients == lora.gradients
+    assert qlora.flops == lora.flops
+
+    full = make_plan({**recipe, **INSTRUCT}, batch)
+    with_8_bit_states = make_plan({**recipe, **INSTRUCT, "optim": "adamw_bnb_8bit"}, batch)
+    assert with_8_bit_states.states < full.states
+    assert with_8_bit_states.gradients == full.gradients
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe: dict[str, Any], stage: str) -> None:
     num_tokens = 150

@@ -1,0 +1,36 @@
+"""Counts where a training step makes Python wait for the GPU, by line of code."""
+
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+
+# What torch's warning says at each operation that waits.
+WARNING = "called a synchronizing CUDA operation"
+
+
+class SynchronisationCounter:
+    """Counts the operations that wait between `start` and `stop`. Without a GPU there are none."""
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._catcher = warnings.catch_warnings(record=True)
+        self._caught = self._catcher.__enter__()
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def stop(self) -> dict[str, int]:
+        """End counting. Returns the number of times that each line of Python waited, the most frequent first."""
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+        self._catcher.__exit__(None, None, None)
+
+        counts: Counter[str] = Counter()
+        for caught in self._caught or []:
+            if WARNING in str(caught.message):
+                file = "/".join(Path(caught.filename).parts[-3:])  # such as models/llava/modeling_llava.py
+                counts[f"{file}:{caught.lineno}"] += 1
+        return dict(counts.most_common())

@@ -1,0 +1,78 @@
+"""What stands in for bitsandbytes in a plan has as many bytes as bitsandbytes' own weights and states."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.adapters import quantization_config
+from training.plan import num_bytes
+from training.stand_ins import EightBitAdam, FourBitLinear, pack_layers
+
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+
+def bytes_of_quantized(layer: Any) -> int:
+    """The bytes of a 4-bit weight of bitsandbytes, and of its scales."""
+    state = layer.weight.quant_state
+    scales = [state.absmax]
+    if state.nested:
+        scales.append(state.state2.absmax)
+    return num_bytes([layer.weight, *scales])
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_packed_weights_have_the_bytes_of_quantized_ones(composed: Callable[..., Path], double_quant: bool) -> None:
+    config = quantization_config(torch.float32, double_quant=double_quant)
+    options: dict[str, Any] = {"quantization_config": config, "device_map": {"": "cpu"}}
+    quantized = NormLlavaForConditionalGeneration.from_pretrained(composed(), **options)
+    packed = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    pack_layers(packed.model.language_model.layers, double_quant)
+
+    packed_layers = {name: layer for name, layer in packed.named_modules() if isinstance(layer, FourBitLinear)}
+    quantized_layers = {
+        name: layer for name, layer in quantized.named_modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)
+    }
+    assert packed_layers.keys() == quantized_layers.keys()
+    expected = sum(bytes_of_quantized(layer) for layer in quantized_layers.values())
+    assert sum(layer.weight.nbytes for layer in packed_layers.values()) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_packed_layer_keeps_no_unpacked_weights() -> None:
+    layer = FourBitLinear(nn.Linear(64, 128), double_quant=True)
+    inputs = torch.zeros(2, 3, 64, requires_grad=True)
+    saved_shapes = []
+
+    def note_shape(tensor: torch.Tensor) -> torch.Tensor:
+        saved_shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note_shape, lambda tensor: tensor):
+        outputs = layer(inputs)
+    assert outputs.shape == (2, 3, 128)
+    assert (128, 64) not in saved_shapes
+    outputs.sum().backward()
+    assert inputs.grad is not None
+
+
+def test_8_bit_states_have_the_bytes_of_bitsandbytes() -> None:
+    embedding = nn.Embedding(100, 64)
+    parameters = [embedding.weight, nn.Parameter(torch.zeros(100, 63)), nn.Parameter(torch.zeros(70))]
+    planned = EightBitAdam(parameters, [embedding.weight])
+    planned.step()
+
+    optimizer = bitsandbytes.optim.AdamW8bit(parameters)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.register_module_override(embedding, "weight", {"optim_bits": 32})
+    optimizer.check_overrides()
+    for index, parameter in enumerate(parameters):
+        optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)
+        names = ("state1", "state2", "absmax1", "absmax2")  # without tables, which all parameters share
+        states = optimizer.state[parameter]
+        expected = num_bytes(states[name] for name in names if name in states)
+        assert num_bytes(planned.state[parameter].values()) == expected

@@ -1,0 +1,71 @@
+"""Finds out whether a run has enough memory to train without gradient checkpointing.
+
+With checkpointing, a layer keeps only its input for the backward pass, and computes all else again, which takes time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+# The share of the memory that a pass may be expected to take. The rest is for fragmentation.
+USABLE_SHARE = 0.9
+
+
+def memory_limit(device: torch.device) -> int | None:
+    """The bytes that this process can have on the device; `None` if that isn't known, as on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
+
+
+def measure_peak(run_pass: Callable[[], None], device: torch.device) -> int:
+    """The most bytes that tensors take on a GPU while a pass runs, weights included."""
+    run_pass()  # the first pass may compile layers, which takes memory of its own
+    torch.cuda.reset_peak_memory_stats(device)
+    run_pass()
+    return torch.cuda.max_memory_allocated(device)
+
+
+def peak_without_checkpointing(model: nn.Module, measure: Callable[[], int]) -> int:
+    """The peak of a pass in which no layer is checkpointed, extrapolated from passes in which almost all are.
+
+    The first layer of a stack runs first, and its backward pass comes last. So what it keeps without checkpointing is
+    still there when memory is at its peak, and the peak grows by as much. Each layer of the stack would add the same.
+    This is too much by one layer: the layer at the peak holds all of its tensors with checkpointing too.
+
+    Args:
+        model: The model, whose layers are checkpointed.
+        measure: Runs a pass, and returns its peak in bytes.
+    """
+    peak_with = measure()
+    peak_without = peak_with
+    for layers in checkpointed_stacks(model):
+        first_layer = layers[0]
+        first_layer.gradient_checkpointing = False
+        growth = measure() - peak_with
+        first_layer.gradient_checkpointing = True
+        peak_without += len(layers) * max(growth, 0)
+    return peak_without
+
+
+def checkpointed_stacks(model: nn.Module) -> list[list[Any]]:
+    """The layers that are checkpointed, in the order in which they run: those of the encoder, those of the decoder."""
+    stacks = []
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        layers = [layer for layer in module if getattr(layer, "gradient_checkpointing", False)]
+        if layers:
+            stacks.append(layers)
+    return stacks
+
+
+def stop_checkpointing(model: nn.Module) -> None:
+    """Let no layer be checkpointed any more."""
+    for layers in checkpointed_stacks(model):
+        for layer in layers:
+            layer.gradient_checkpointing = False

@@ -1,0 +1,109 @@
+"""Stands in for bitsandbytes in a plan: the same memory, on tensors without data, for which it has no kernels."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+
+# bitsandbytes' blocks: numbers that share a scale, 4-bit weights and 8-bit states apart.
+WEIGHTS_PER_SCALE = 64
+SCALES_PER_SCALE = 256
+STATES_PER_SCALE = 256
+# bitsandbytes keeps the states of smaller tensors in float32.
+SMALLEST_8BIT_SIZE = 4096
+
+
+class FourBitLinear(nn.Linear):
+    """A frozen linear layer whose weights are packed into bytes, with room for their scales.
+
+    Args:
+        layer: The layer that it replaces.
+        double_quant: Whether the scales are quantized too.
+    """
+
+    def __init__(self, layer: nn.Linear, double_quant: bool) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        num_bytes = math.ceil(layer.weight.numel() * bits_of_a_weight(double_quant) / 8)
+        packed = torch.empty(num_bytes, dtype=torch.uint8, device=layer.weight.device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = layer.bias
+
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the unpacked weights, which exist only for this moment, and again in the backward pass."""
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        product = FourBitProduct.apply(input.to(dtype), self.out_features)
+        return product if self.bias is None else product + self.bias.to(dtype)
+
+
+class FourBitProduct(torch.autograd.Function):
+    """A product with a matrix that is unpacked in each pass, and so not kept from the forward to the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, out_features: int) -> torch.Tensor:
+        """The product, `(..., out_features)`."""
+        ctx.out_features = out_features
+        unpacked = input.new_empty(out_features, input.shape[-1])
+        ctx.in_features = input.shape[-1]
+        return nn.functional.linear(input, unpacked)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient of the input."""
+        unpacked = gradient.new_empty(ctx.out_features, ctx.in_features)
+        return gradient @ unpacked, None
+
+
+def bits_of_a_weight(double_quant: bool) -> float:
+    """The bits that a 4-bit weight takes with its part of the scales: 4.13, or 4.5 without double quantization."""
+    if double_quant:
+        return 4 + 8 / WEIGHTS_PER_SCALE + 32 / (WEIGHTS_PER_SCALE * SCALES_PER_SCALE)
+    return 4 + 32 / WEIGHTS_PER_SCALE
+
+
+def pack_layers(layers: nn.Module, double_quant: bool) -> None:
+    """Replace all linear layers in `layers` by packed ones."""
+    for module in list(layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, FourBitLinear(child, double_quant))
+
+
+class EightBitAdam(torch.optim.Optimizer):
+    """An optimizer that does nothing but allocate the states that bitsandbytes' 8-bit Adam has.
+
+    Args:
+        parameters: The parameters that are trained.
+        embeddings: Parameters whose states stay in float32, as transformers asks for.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], embeddings: Iterable[Any]) -> None:
+        super().__init__(parameters, defaults={})
+        self._embeddings = set(embeddings)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # nothing to compute, so nothing to return
+        """Allocate two states for each parameter, in the first step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.state:
+                    self.state[parameter] = self._make_states(parameter)
+
+    def _make_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        is_small = parameter.numel() < SMALLEST_8BIT_SIZE
+        if is_small or parameter in self._embeddings:
+            return {
+                "state1": torch.zeros_like(parameter, dtype=torch.float32),
+                "state2": torch.zeros_like(parameter, dtype=torch.float32),
+            }
+
+        num_scales = math.ceil(parameter.numel() / STATES_PER_SCALE)
+        return {
+            "state1": torch.zeros_like(parameter, dtype=torch.uint8),
+            "state2": torch.zeros_like(parameter, dtype=torch.uint8),
+            "absmax1": parameter.new_zeros(num_scales, dtype=torch.float32),
+            "absmax2": parameter.new_zeros(num_scales, dtype=torch.float32),
+        }

@@ -391,8 +391,6 @@ class NormLlavaTrainer(SFTTrainer):
         if self.args.loss_type == "dft":
             token_losses = token_losses * outputs.log_probs.exp().detach()
         loss = token_losses.sum() / num_items_in_batch * self.accelerator.num_processes
-        if self.aux_loss_enabled:  # of a decoder with experts, the mean over the step's passes
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
 
         entropy = outputs.entropy.detach().sum()
         num_correct = outputs.is_top1.sum()
@@ -422,8 +420,6 @@ class NormLlavaTrainer(SFTTrainer):
 
         model_inputs = dict(inputs)
         positions = model_inputs.pop(POSITIONS)
-        if self.aux_loss_enabled:
-            model_inputs["output_router_logits"] = True
         with head_at_positions(unwrapped, positions):
             return model(**model_inputs, use_cache=False, fused_lm_head=True)
 

@@ -119,7 +119,7 @@ class Probe:
             self._hooks = hooks.pop_all()
         return self
 
-    def _register(self, hooks: ExitStack, decoder: nn.Module) -> None:
+    def _register(self, hooks: ExitStack, decoder: Any) -> None:
         """Register all hooks of the probe, and add their removal to `hooks`."""
         interface_hooks = InterfaceHooks(self._model, self._record_place)
         self._notes = hooks.enter_context(interface_hooks).notes

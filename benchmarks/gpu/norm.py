@@ -30,6 +30,8 @@ NUM_TOKENS = 8 * TOKENS_PER_PICTURE
 # On a GPU, the kernels of only eight pictures would end before Python has started the next ones, and so Python's time
 # would be measured.
 NUM_TOKENS_ON_GPU = 64 * TOKENS_PER_PICTURE
+# For a rehearsal of the benchmark on a CPU.
+NUM_TOKENS_IN_REHEARSAL = 64
 # The mean gain of the norms. With this gain, a LayerNorm's outputs have the L2 norm T = 0.80, the mean norm of
 # Qwen2.5-7B's text embeddings (arXiv 2512.08374, Table 1).
 GAIN = 0.80 / HIDDEN_SIZE**0.5
@@ -45,7 +47,7 @@ KINDS: dict[str, type[nn.LayerNorm]] = {
 def arms(device: torch.device) -> list[Arm]:
     """The arms of both kinds of norm: on float32 inputs, then on bfloat16 inputs under autocast, as in training."""
     on_gpu = device.type == "cuda"
-    num_tokens = NUM_TOKENS_ON_GPU if on_gpu else 64
+    num_tokens = NUM_TOKENS_ON_GPU if on_gpu else NUM_TOKENS_IN_REHEARSAL
     passes = 200 if on_gpu else 3
 
     all_arms = []
@@ -136,7 +138,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def float64_gradient_error() -> float:
-    """The relative error of the gradient of the inputs of GWC computed in float64, on tokens of one picture."""
+    """The relative error of GWC's input gradient if GWC itself runs in float64, on the tokens of one picture."""
     norm = make_norm(GlobalWeightCompensatedLayerNorm, torch.device("cpu")).double()
     inputs = INPUT_STD * torch.randn(TOKENS_PER_PICTURE, HIDDEN_SIZE, dtype=torch.float64)
     inputs.requires_grad_()
@@ -154,7 +156,8 @@ def time_ratios(repeats: int) -> list[float]:
     device = torch.device("cpu")
     gwc = make_norm(GlobalWeightCompensatedLayerNorm, device)
     layer_norm = make_norm(nn.LayerNorm, device)
-    inputs = torch.randn(NUM_TOKENS, HIDDEN_SIZE, requires_grad=True)
+    inputs = INPUT_STD * torch.randn(NUM_TOKENS, HIDDEN_SIZE)
+    inputs.requires_grad_()
     grad_output = torch.randn_like(inputs)
     for norm in (gwc, layer_norm):  # a warm-up
         time_passes(norm, inputs, grad_output, passes=3)

@@ -129,7 +129,7 @@ def read_image(value: str) -> Image.Image:
         ValueError: if the text is not base64, or not a picture in one of the accepted formats.
     """
     try:
-        encoded = value.removeprefix("data:").split(";base64,")[-1]  # what follows the prefix
+        encoded = value.split(";base64,")[-1]  # without the prefix, if there is one
         content = base64.b64decode(encoded, validate=True)
         return to_rgb(Image.open(BytesIO(content), formats=FORMATS))
     except Exception as error:  # Pillow raises many kinds of errors for invalid pictures

@@ -91,7 +91,7 @@ def test_rows_with_a_broken_or_missing_picture_are_skipped_with_a_warning(
 
 
 def test_if_no_row_can_be_read_the_error_names_the_first(colours: Path) -> None:
-    """No more rows are tried after `MAX_UNREADABLE` of them."""
+    """After `MAX_UNREADABLE` unreadable rows no further row is tried."""
     broken_pictures = ["broken.png"] * (2 * MAX_UNREADABLE)
     data = write_rows(colours, *broken_pictures)
     with pytest.raises(
@@ -101,7 +101,7 @@ def test_if_no_row_can_be_read_the_error_names_the_first(colours: Path) -> None:
 
 
 def test_the_error_counts_rows_that_can_not_be_read_and_rows_without_a_picture(colours: Path) -> None:
-    """Some of the rows can be read, so the error must not say that none can."""
+    """The two rows of text alone can be read, so the error counts only one row that can't."""
     text_only = [{"from": "human", "value": "what is red?"}, {"from": "gpt", "value": "a colour"}]
     rows = [
         {"conversations": text_only},
@@ -156,7 +156,9 @@ def test_data_may_be_one_picture(tmp_path: Path) -> None:
 
 def test_a_picture_that_pillow_has_no_decoder_for_is_unreadable(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.avif")
-    (tmp_path / "b.heic").write_bytes(b"ftypheic")  # the mark with which HEIC files begin
+    (tmp_path / "b.heic").write_bytes(
+        bytes(4) + b"ftypheic"
+    )  # as HEIC files begin: a size of four bytes, and their mark
     chosen = load_questions(tmp_path, 4)
 
     assert len(chosen.questions) == 1

@@ -218,7 +218,7 @@ def print_report(recipe: dict[str, Any], caplog: pytest.LogCaptureFixture) -> Ca
 
 
 def test_max_steps_win_over_the_number_of_rows(print_report: Callable[..., str]) -> None:
-    """Ten steps of the recipe's 4 rows are an epoch of 40 rows."""
+    """A step of this recipe has 4 rows, so ten steps are an epoch of 40 rows."""
     assert print_report("--rows=7", "--max_steps=10") == print_report("--rows=40", "--num_train_epochs=1")
 
 

@@ -5,8 +5,8 @@
 
 After each step of a trainer the bare loop takes a step on the same batch, so that other load slows both. The trainer's
 time includes making the batch; the loop's doesn't. TRL trains plain Llava with the same weights, uses the chat format
-in both stages, and can't pack rows with pictures. With `--alone` the loop is left out, so that the measured memory is
-only the trainer's.
+in both stages, and can't pack rows with pictures. With `--alone`, and always on a GPU, the loop is left out, so that
+the GPU's memory is the trainer's alone.
 
 In the table, `ratio` is the trainer's time over the loop's time. `share_of_peak` is the trainer's speed over the peak,
 and `bare_share` is the loop's speed over the peak. The peak is the speed of a matrix product with the language model's
@@ -51,7 +51,7 @@ from training import sft
 
 
 ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below --data
-PACKED_LENGTH = 65536  # tokens; all rows of a step fit into one packed row
+PACKED_LENGTH = 65536  # tokens; with the default model all rows of a step fit into one packed row
 # Our command trains on padded rows and on packed rows, and TRL's trainer on padded rows.
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
 # The columns of the printed table, and their widths.
@@ -146,6 +146,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
     rows = random.Random(42).sample(rows, options.steps * options.batch_size)
     is_packed = arm == "ours, packed"
     attention = options.attention if is_packed else "sdpa"
+    # It measures the time of the trainer's steps too, and nothing else with `alone`.
     loop = BareLoop(options.model, attention=attention, alone=options.alone)
 
     with tempfile.TemporaryDirectory() as folder, called_by_all_trainers(loop):
@@ -354,7 +355,8 @@ class BareLoop(TrainerCallback):
 
     def timed_batches(self, steps: int) -> list[dict[str, Any]]:
         """The batches of all steps but the first."""
-        # Each step has the same number of batches, more than one if its rows don't fit into one packed row.
+        # Each step has the same number of batches. With another model it is more than one if the rows of a step don't
+        # fit into one packed row.
         batches_per_step = len(self.batches) // steps
         return self.batches[batches_per_step:]
 

@@ -198,9 +198,9 @@ class Probe:
         before = args[0] if args else kwargs["hidden_states"]
         after = output if isinstance(output, torch.Tensor) else output[0]
         # Where a model is spread over devices, a layer may get its input from another device.
-        before_layer = before[0].to(after.device, torch.float32)  # [S, hidden_size]
-        after_layer = after[0].float()  # [S, hidden_size]
-        self._changes[number] = describe_change(before_layer, after_layer).cpu()
+        sample_before = before[0].to(after.device, torch.float32)  # [S, hidden_size]
+        sample_after = after[0].float()  # [S, hidden_size]
+        self._changes[number] = describe_change(sample_before, sample_after).cpu()
 
     def record(self) -> Record:
         """The record of the forward pass, which has to be over.

@@ -205,8 +205,8 @@ def contrastive_loss(
         directions: The directions of the batch's captions, `(num_captions, hidden_size)`.
         targets: The index of each picture's caption in `directions`, `(num_pictures,)`.
     """
-    # The vocabulary's mean was subtracted from the captions' tokens, and so it is from image tokens. `mean` is in
-    # units of the norm of text. In these units the norm of text is 1, and image tokens are scaled to it.
+    # Image tokens are scaled to the norm of text, which is 1 in the units of `mean`. Then the vocabulary's mean is
+    # subtracted from them, as it was from the captions' tokens.
     tokens = nn.functional.normalize(image_tokens, dim=-1) - mean
     pictures = tokens.mean(dim=1)  # [num_pictures, hidden_size]
 

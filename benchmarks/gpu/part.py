@@ -65,7 +65,7 @@ def measure_part(
             commit=commit or environment.commit,
             packages=environment.packages,
             settings=arm.settings,
-            beside=arm.compared_with,
+            beside=arm.compared_with,  # the results file has this name for it
             figures=outcome.figures,
             error=outcome.error,
         )

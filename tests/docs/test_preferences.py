@@ -44,7 +44,8 @@ def run_block(block: str, folder: Path) -> list[dict[str, float]]:
     The last entry is the trainer's summary of the training.
     """
     code = re.sub(r"max_steps=\d+", "max_steps=3, logging_steps=1", block)
-    code += "\nprint('LOG', json.dumps(trainer.state.log_history))"
+    # Each block of the page makes a `trainer`.
+    code += "\nimport json\nprint('LOG', json.dumps(trainer.state.log_history))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, "-c", code]
     completed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -109,7 +109,7 @@ def test_dividing_weights_and_rate_by_k_is_the_same_as_a_multiplier_of_one_over_
             {"params": projector.linear_1.parameters(), "lr": 2e-4},
             {"params": projector.linear_2.parameters(), "lr": second_layer_rate},
         ]
-        # Adam's steps don't depend on the gradients' scale only if eps is far below them.
+        # Adam's steps would depend on the gradients' scale if eps weren't far below the gradients.
         adam = torch.optim.AdamW(groups, eps=1e-30, weight_decay=0.0)
         for _ in range(20):
             output = multiplier * projector(features)

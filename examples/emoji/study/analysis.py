@@ -218,7 +218,8 @@ def judge_block_2(records: Sequence[Record]) -> tuple[float, list[Pair]]:
     num_seeds = len({record["seed"] for record in records})
     level = SECOND_LOOK if num_seeds > len(BLOCK_2.seeds) else FIRST_LOOK
     model = fit_primary(records)
-    names = [SCALED.name, LAYER_NORM.name, NOTHING.name]  # the first arm of a pair comes earlier here
+    # A pair's difference is that of the arm that comes earlier in this list, minus the other arm.
+    names = [SCALED.name, LAYER_NORM.name, NOTHING.name]
     pairs = [model.pair(arm, other, level) for arm, other in combinations(names, 2)]
     return model.f_test(), pairs
 
@@ -235,7 +236,7 @@ def needs_more_seeds(records: Sequence[Record]) -> bool:
 def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
     """Block 1's results: the effects of its two factors, and their interaction.
 
-    T is the mean norm of text embeddings. With a new projector, the norm of image tokens is k times T.
+    T is the mean norm of text embeddings. With a new projector, the norm of image tokens is k times T, and k is above 1.
 
     One factor is the norm at which image tokens enter the decoder: T in `SCALED` and `SCALED_SLOWLY`, and k times T in
     the other two arms. The other factor is how fast the projector's second layer learns, relative to its weights: in
@@ -314,7 +315,8 @@ def conclude_block_1(effects: Mapping[str, Difference]) -> str:
         return (
             f"Smaller image embeddings {describe_gain(norm)}; models with a faster second layer {describe_gain(rate)}."
         )
-    # An effect that isn't clear explains less than the upper end of its interval, or than 0 if that end is below 0.
+    # Of an effect that isn't clear, only the upper end of its interval is told, as a limit. It may be below 0, since
+    # Holm's correction can make an effect unclear whose interval doesn't have 0 inside. The limit is then 0.
     if norm_is_clear:
         return (
             f"At equal relative rates, smaller image embeddings {describe_gain(norm)}; "

@@ -236,7 +236,7 @@ def needs_more_seeds(records: Sequence[Record]) -> bool:
 def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
     """Block 1's results: the effects of its two factors, and their interaction.
 
-    T is the mean norm of text embeddings. With a new projector, the norm of image tokens is k times T, and k is above 1.
+    T is the mean norm of text embeddings. With a new projector, the norm of image tokens is k times T, where k > 1.
 
     One factor is the norm at which image tokens enter the decoder: T in `SCALED` and `SCALED_SLOWLY`, and k times T in
     the other two arms. The other factor is how fast the projector's second layer learns, relative to its weights: in

@@ -26,8 +26,8 @@ from training.align import align
 from training.compose import compose, interface_norms
 
 
-# The study tests on the drawings of three artists, and leaves them out of training. The example's files of rows have no
-# drawings of Twemoji and OpenMoji, so only this artist's rows have to be left out.
+# The study tests on the drawings of three artists, and leaves them out of training. The example's files of rows have
+# no drawings of Twemoji and OpenMoji, so only this artist's rows have to be left out.
 LEFT_OUT = "emojione"
 START_FILE = "start.json"
 

@@ -29,8 +29,9 @@ class SynchronisationCounter:
         self._catcher.__exit__(None, None, None)
 
         counts: Counter[str] = Counter()
-        for caught in self._caught or []:
-            if WARNING in str(caught.message):
-                file = "/".join(Path(caught.filename).parts[-3:])  # such as models/llava/modeling_llava.py
-                counts[f"{file}:{caught.lineno}"] += 1
+        assert self._caught is not None  # `start` was called
+        for warning in self._caught:
+            if WARNING in str(warning.message):
+                file = "/".join(Path(warning.filename).parts[-3:])  # such as models/llava/modeling_llava.py
+                counts[f"{file}:{warning.lineno}"] += 1
         return dict(counts.most_common())

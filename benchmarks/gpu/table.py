@@ -63,6 +63,7 @@ COLUMNS = {
     "large_full": TRAINING_COLUMNS,
     "large_4bit": TRAINING_COLUMNS,
 }
+# The heading goes on with the other arm's name, which stands in the next column: "tokens/s over | TRL".
 TRAINING_COMPARISON = Comparison("tokens/s over", "tokens_per_second")
 # The comparison of each part. A part without an entry compares nothing.
 COMPARISONS = {
@@ -107,24 +108,24 @@ def render_part(part: str, lines: list[Line], fastest_product: float | None) -> 
     columns = COLUMNS[part]
     comparison = COMPARISONS.get(part)
     header = ["", *[column.heading for column in columns]]
-    alignment = ["---", *["---:"] * len(columns)]
+    alignment = ["---"] + len(columns) * ["---:"]
     if comparison is not None:
         header += [comparison.heading, ""]  # the ratio, and the name of the other arm
         alignment += ["---:", "---"]
     rows = [header, alignment]
 
-    figures: dict[str, Figures] = {}  # by the arm's name
+    figures_by_arm: dict[str, Figures] = {}
     for line in lines:
         if line.figures is not None:
-            figures[line.arm] = add_shares_of_product(line.figures, fastest_product)
+            figures_by_arm[line.arm] = add_shares_of_product(line.figures, fastest_product)
 
     for line in lines:
         if line.error is not None:
             rows.append([line.arm, render_error(line.error)])
             continue
-        cells = [render_cell(figures[line.arm], column) for column in columns]
+        cells = [render_cell(figures_by_arm[line.arm], column) for column in columns]
         if comparison is not None:
-            cells += render_comparison(line, figures, comparison.figure)
+            cells += render_comparison(line, figures_by_arm, comparison.figure)
         rows.append([line.arm, *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -153,19 +154,19 @@ def render_cell(figures: Figures, column: Column) -> str:
     return format(figures[column.figure] * column.factor, column.number_format)
 
 
-def render_comparison(line: Line, figures: dict[str, Figures], figure: str) -> list[str]:
+def render_comparison(line: Line, figures_by_arm: dict[str, Figures], figure: str) -> list[str]:
     """Two cells: an arm's figure over the same figure of the arm that it is compared with, and the other arm's name.
 
     Args:
         line: The arm's line.
-        figures: The figures of all arms, by the arm's name.
+        figures_by_arm: The figures of all arms, by the arm's name.
         figure: The name of the figure.
 
     Returns:
         Empty cells if the arm isn't compared with another, or if the other one has no figures.
     """
     other_arm = line.beside
-    if other_arm is None or other_arm not in figures:
+    if other_arm is None or other_arm not in figures_by_arm:
         return ["", ""]
-    ratio = figures[line.arm][figure] / figures[other_arm][figure]
+    ratio = figures_by_arm[line.arm][figure] / figures_by_arm[other_arm][figure]
     return [f"{ratio:.2f}", other_arm]

@@ -82,8 +82,8 @@ def read_runs(path: Path = RECORDS) -> pd.DataFrame:
 def draw_gains(runs: pd.DataFrame) -> Figure:
     """Draw the mean gain of each arm over its controls, with a 95% interval.
 
-    A run and its control have the same seed and the same processor. The figure is as wide as a telephone's screen, so
-    that its text can be read there.
+    A run and its control have the same seed, and ran on the same kind of CPU or GPU. The figure is as wide as a
+    telephone's screen, so that its text can be read there.
     """
     figure, axis = plt.subplots(figsize=(3.9, 2.4), layout="constrained")
     axis.axvline(0, color=FAINT, linewidth=0.8)

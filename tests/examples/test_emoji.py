@@ -40,8 +40,9 @@ def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
 
         is_matrix = name.endswith(".weight") and ("attention" in name or ".mlp." in name)
         if is_matrix:
-            # A linear layer's matrix is transposed, and its name doesn't say its layer. The name of the node that
-            # multiplies by it does: "/backbone/encoder/layer.0/mlp/fc1/MatMul" for "encoder.layer.0.mlp.fc1.weight".
+            # The file holds a linear layer's matrix transposed, under a name that doesn't say its layer. The layer is
+            # in the name of the node that multiplies by the matrix: "/backbone/encoder/layer.0/mlp/fc1/MatMul" for
+            # "encoder.layer.0.mlp.fc1.weight".
             tensor_name = f"onnx::MatMul_{len(tensors)}"
             tensors.append(numpy_helper.from_array(weight.numpy().T.copy(), tensor_name))
             layer_path = name_in_file.removesuffix(".weight").replace(".", "/")
@@ -122,8 +123,8 @@ def test_only_the_first_question_has_the_mark_of_the_picture() -> None:
         assert not any("<image>" in turn["value"] for turn in later_turns)
 
 
-def test_no_artist_who_is_held_out_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One training set and the two held-out sets draw an ant and a bee.
+def test_held_out_icon_sets_are_in_no_training_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three icon sets have an ant and a bee: "noto", which is trained on, and the two that are held out.
     drawings = []
     for icon_set in ("noto", "twemoji", "openmoji"):
         for name in ("ant", "bee"):

@@ -73,7 +73,7 @@ def set_fields(name: str, **fields: Any) -> FolderChange:
 
 
 def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> FolderChange:
-    """Change the weights by a function that changes a dict of tensors by their names."""
+    """Change the weights. `change` gets a dict with the tensor of each name, and changes the dict in place."""
 
     def change_folder(folder: Path) -> None:
         weights = load_file(folder / WEIGHTS)

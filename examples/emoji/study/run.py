@@ -53,9 +53,9 @@ def processor_name() -> str:
 
 
 def claim_folder(folder: Path, commit: str) -> None:
-    """Make a folder for this commit on this processor. If it exists already for both, it is kept as it is.
+    """Make the folder of a run, or empty it if another commit or another kind of CPU or GPU began the run in it.
 
-    A folder of another commit or another processor is emptied, so that training doesn't go on from a checkpoint in it.
+    Training would otherwise go on from a checkpoint in it. A folder of the same commit and CPU or GPU stays as it is.
     """
     begun_by = {"commit": commit, "processor": processor_name()}
     marker = folder / "begun_by.json"
@@ -125,7 +125,7 @@ def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Recor
     model.save_pretrained(untrained)
     llava_processor.save_pretrained(untrained)
     measures_at_start = measure_tokens(model.to(device).eval(), llava_processor)
-    del model  # frees memory for training, which runs in another process
+    del model  # frees the CPU's memory for training, which runs in another process
 
     k = read_norm_ratio(shared_start)
     rate = second_layer_rate(cell.arm, k)
@@ -147,7 +147,7 @@ def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Recor
         "second_layer_rate": rate,
         "start": measures_at_start,
         "end": measure_tokens(model, llava_processor),
-        "gain": measure_gain(model),
+        "gain": measure_gain(model),  # the LayerNorm's weight
         **read_training(trained),  # `losses` and `clipped`
         **measure_model(model, llava_processor),  # `hits` and `perplexity`
         # If the run was stopped and resumed, these are the minutes since it was resumed.

@@ -83,7 +83,7 @@ class AttentionCalls(ExitStack):
 
     def _watch_keys(self) -> None:
         """Keep what the keys module of each attention module returns."""
-        for module in self._layer_numbers:
+        for module in self._layer_numbers:  # all modules of the chosen layers; only attention has a keys module
             keys_module = find_keys_module(module)
             if keys_module is not None:
                 handle = keys_module.register_forward_hook(partial(self._see_keys, module))

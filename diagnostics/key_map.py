@@ -45,8 +45,9 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
     Returns:
         A row for each token in each of at most `MAX_LAYERS` layers, with columns `layer`, `modality`, `x` and `y`.
     """
+    # A layer has one row of `keys.jsd`. The row of their mean over layers has no layer.
     rows_of_divergence = measured[measured["measure"] == "keys.jsd"]
-    layers = rows_of_divergence["layer"].dropna().astype(int).tolist()
+    layers = sorted(rows_of_divergence["layer"].dropna().astype(int))
     if not layers:
         return pd.DataFrame(columns=["layer", "modality", "x", "y"])
 
@@ -60,7 +61,8 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
 def place_layer(records: Sequence[Record], layer: int) -> pd.DataFrame:
     """What [`place_keys`] returns for one layer."""
     points = take_points("keys", layer, records)
-    # `points.scaled` has all image tokens first, and then as many text tokens.
+    # `points.scaled` has all image tokens first, and then as many text tokens. `points.pictures` has the number of the
+    # picture that each image token, and so also each text token, is from.
     num_per_modality = len(points.pictures)
     modalities = ["visual"] * num_per_modality + ["text"] * num_per_modality
 

@@ -280,7 +280,7 @@ def plan_packing(
                 return False
         return True
 
-    # The number of tokens of the longest row that a single sample can make.
+    # The number of tokens of the longest packed row that has only one sample, with its blank picture.
     longest = int(np.where(has_images, lengths, lengths + blank).max())
     if longest <= packed_length:
         most_steps = samples_per_step // num_processes  # each packed row needs at least one sample

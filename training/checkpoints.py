@@ -108,9 +108,12 @@ def _find_newest_checkpoint(output_dir: Path) -> Path | None:
 
     if not _holds_run_or_model(output_dir):
         logger.warning("%s holds no checkpoint: the run starts from the beginning.", output_dir)
-    elif steps_done(output_dir) == 0:  # the folder holds no result of a finished run
+        return None
+
+    holds_result = steps_done(output_dir) > 0
+    if not holds_result:
         raise UserError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
-    return None
+    return None  # training/sft.py then checks that the result is that of the whole run
 
 
 def _holds_run_or_model(output_dir: Path) -> bool:

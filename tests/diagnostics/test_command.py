@@ -69,9 +69,8 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
     assert second.num_pictures == 3
     assert second.num_tokens["visual"] == 3 * 4  # a picture has 2 x 2 patches
     assert second.excluded["special"] > 0
-    assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(
-        1, abs=0.01
-    )  # composing starts image tokens at T
+    # Composing starts image tokens at T.
+    assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)
     assert second.summary.look("gain_drift").mean == pytest.approx(0, abs=1e-6)  # the model was not trained
     assert first.summary.look("gain_l2") is None
     assert first.weights is not None

@@ -82,6 +82,7 @@ def has_lora(model: torch.nn.Module) -> bool:
 
 
 def test_adapters_in_float32_get_a_bfloat16_input_as_it_is(composed: Callable[..., Path]) -> None:
+    """PEFT would cast the input to the adapter's float32, and autocast would cast it back."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     adapted = add_adapters(model, rank=2, alpha=4)
     layer = adapted.base_model.model.model.language_model.layers[0].self_attn.q_proj
@@ -291,4 +292,4 @@ def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
     merged = merge(tmp_path / "adapter")
     assert loaded_revisions == ["v1.0"]
     assert merged.lm_head.weight.dtype == torch.bfloat16  # the dtype of the base
-    assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32
+    assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32  # the norm is float32 in any model

@@ -163,8 +163,8 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
 def cache_argument(model: PreTrainedModel) -> str:
     """The name of the argument by which a model takes a cache.
 
-    Older versions of transformers call it `past_key_values`, and newer ones `cache`. From 5.40 on, transformers no longer
-    accepts the old name.
+    Older versions of transformers call it `past_key_values`, and newer ones `cache`. From 5.40 on, transformers no
+    longer accepts the old name.
     """
     parameters = inspect.signature(model.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"

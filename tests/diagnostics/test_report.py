@@ -145,7 +145,7 @@ def test_the_box_of_a_model_without_a_sweep() -> None:
         "Layers turn image tokens more slowly than text tokens in the first third; faster in the middle third; "
         "no clear difference in the last third.",
         "The text gives the picture 30% of its attention; an even share would be 40%.",
-        "What to do: run again with --sweep, on rows with answers, to see whether another norm answers better.",
+        "What to do: make a sweep (--sweep), on rows with answers, to see whether another norm answers better.",
     ]
 
 

@@ -24,7 +24,7 @@ from diagnostics.parts import DiagnosticsError, choose_layers, find_decoder
 from diagnostics.plots import FIGURES, draw_figures, save_figure
 from diagnostics.probe import Record
 from diagnostics.recording import record_questions
-from diagnostics.report import ModelReport, Report, measured_on, render_html, sentences, tell_sweep
+from diagnostics.report import ModelReport, Report, box_lines, measured_on, render_html, tell_sweep
 from diagnostics.table import COLUMNS, Summary, summaries_by_dose
 
 
@@ -49,8 +49,8 @@ class Comparison:
     def __str__(self) -> str:
         lines = [measured_on(self.report)]
         for model in self.report.models:
-            all_sentences = [*model.sweep, *sentences(model)]
-            lines += [f"{model.name}: {sentence}" for sentence in all_sentences]
+            lines.append(f"{model.name}:")
+            lines += [f"- {line}" for line in box_lines(model)]
         return "\n".join(lines)
 
     def frame(self) -> pd.DataFrame:
@@ -100,7 +100,7 @@ class Comparison:
         for name, figure in self.figures().items():
             save_figure(figure, figures_folder / f"{name}.png")
             save_figure(figure, figures_folder / f"{name}.pdf")
-        write_whole(folder / "report.html", render_html(self.report, self.rows, figures_folder))
+        write_whole(folder / "report.html", render_html(self.report, self.rows, figures_folder, self.swept))
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:

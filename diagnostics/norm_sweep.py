@@ -409,7 +409,7 @@ def measure_turning(
         records.append(record)
 
     by_layer = measure_layers(records)
-    # The sweep's figure shows the turning in layer 1, and takes it as a measure of its own, without a layer.
+    # The turning in layer 1 is also a measure of its own, without a layer, as what layer 1 adds is.
     is_turning_in_layer_1 = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
     turning_in_layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
     # If no attention was recorded, `measure_attention` returns `None`, which `pd.concat` passes over.

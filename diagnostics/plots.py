@@ -4,10 +4,10 @@
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,15 +19,17 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from diagnostics.scaling import BLANK_PICTURE, OTHER_PICTURE, OWN_PICTURE, UNCHANGED_DOSE
+from diagnostics.scaling import UNCHANGED_DOSE
 from diagnostics.table import Summary
-from diagnostics.verdict import get_estimate
+from diagnostics.verdict import Score, answers_about_own_picture, choose_score, estimate_scores, get_estimate
 
 
 # The parameters of a function that [`styled`] decorates.
 Parameters = ParamSpec("Parameters")
 
 WIDTH = 7.0  # width of a figure in inches
+# Size in inches of a figure with one panel, whose text can still be read where it is as wide as a phone.
+SMALL_SIZE = (3.6, 2.7)
 # A model's name with more characters than this is cut at its beginning: the names of checkpoints differ at their end.
 MAX_LEGEND_CHARACTERS = 40
 MAX_TITLE_CHARACTERS = 80
@@ -41,6 +43,7 @@ MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
 # Styles of curves, as options of matplotlib's `plot`. A dash pattern is an offset, and then the lengths of dashes and
 # gaps in turn.
 DOTTED: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "marker": ""}
+RING: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 8, "markerfacecolor": "none"}
 MODALITY_STYLES: dict[str, dict[str, Any]] = {
     "visual": {"color": MODALITY_COLOURS["visual"]},
     "text": {"color": MODALITY_COLOURS["text"], "linestyle": (0, (5, 1.5)), "marker": "s"},
@@ -78,39 +81,11 @@ STYLE: Any = {
 FIGURES = ("overview", "sweep", "layers", "attention_map", "keys", "key_map")
 
 
-class SweepCurve(NamedTuple):
-    """A curve of the sweep's figure.
-
-    Attributes:
-        label: The curve's name in the legend.
-        measure: The measure that the curve shows.
-        modality: Modality of the measure; empty if the measure has none.
-        control: The picture that the model was shown.
-    """
-
-    label: str
-    measure: str
-    modality: str = ""
-    control: str = OWN_PICTURE
-
-
-# Title of the panel whose values are shares.
-RIGHT_ANSWERS = "right answer is likeliest"
-# The curves of each panel of the sweep's figure, by the panel's title. "× 1" stands for the model as it is, with image
-# tokens multiplied by 1.
-PANELS = {
-    RIGHT_ANSWERS: [SweepCurve("own picture", "named")],
-    "loss of the right answer": [
-        SweepCurve("own picture", "loss"),
-        SweepCurve("white picture", "loss", control=BLANK_PICTURE),
-        SweepCurve("another's picture", "loss", control=OTHER_PICTURE),
-    ],
-    "KL of the answer, from × 1": [SweepCurve("own picture", "kl")],
-    "turning, 1 − cosine": [
-        SweepCurve("by layer 1", "turning, layer 1", modality="visual"),
-        SweepCurve("of keys, from × 1", "keys, turned"),
-        SweepCurve("of values, from × 1", "values, turned"),
-    ],
+# Labels of the sweep's figure, by what the answers are judged by. Shares are shown in percent.
+SCORE_LABELS = {
+    Score.RIGHT_ANSWERS: "right answers, %",
+    Score.LOSS: "loss of the right answer",
+    Score.CHANGED_ANSWERS: "answers that change, %",
 }
 
 
@@ -286,69 +261,55 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
 
 @styled
 def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
-    """Draw what changes with the norm of image tokens: a row for each model, with all `PANELS`.
+    """Draw the answers over the norm of image embeddings: a curve for each model, with a ring at the norm as it is.
 
     Args:
-        models: Summaries by the model's name, then by dose and control.
+        models: Summaries by the model's name, then by dose and control. All models were asked the same questions.
     """
-    figure, rows = _rows_of_axes(models, columns=len(PANELS))
-    # Four panels in a row need more width than the other figures have.
-    figure.set_size_inches(1.5 * WIDTH, 0.8 + 2.4 * len(models))
-    for row, points in zip(rows, models.values(), strict=True):
-        _draw_panels(row, points)
+    figure, axes = plt.subplots(figsize=SMALL_SIZE, layout="constrained")
+    first_model = next(iter(models.values()))
+    score = choose_score(answers_about_own_picture(first_model))
 
-    _add_legends(rows)
+    # If there are more models than styles, the styles begin again.
+    for style, (name, points) in zip(itertools.cycle(MODEL_STYLES), models.items()):
+        curve = _score_by_norm(points, score)
+        draw_curve(axes, curve, x="norm", label=name[-MAX_LEGEND_CHARACTERS:], **style)
+        as_it_is = curve[curve["dose"] == UNCHANGED_DOSE]
+        axes.plot(as_it_is["norm"], as_it_is["mean"], color=style["color"], **RING)
+    axes.plot([], [], color=INK, label="norm as it is", **RING)  # the ring in the legend
+
+    axes.set(xlabel="norm of image embeddings (text's = 1)", ylabel=SCORE_LABELS[score], xscale="log")
+    if score is not Score.LOSS:
+        axes.set_ylim(-3, 103)  # percent, with room for curves at 0 and 100
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", handlelength=3)
     return figure
 
 
-def _draw_panels(row: Sequence[Axes], points: Mapping[tuple[float, str], Summary]) -> None:
-    """Draw the `PANELS` of one model.
-
-    Args:
-        row: The axes of each panel.
-        points: Summaries by dose and control.
-    """
-    as_it_is = points[UNCHANGED_DOSE, OWN_PICTURE]
-    image_norm = get_estimate(as_it_is, "length").mean  # sweep.csv calls the norm of image tokens `length`
-    updates = [as_it_is.look("attention_update"), as_it_is.look("mlp_update")]
-
-    for axes, (title, curves) in zip(row, PANELS.items(), strict=True):
-        for curve, style in zip(curves, MODEL_STYLES, strict=False):  # there are more styles than curves
-            estimates = _estimates_by_norm(points, curve, image_norm)
-            if not estimates.empty:
-                draw_curve(axes, estimates, x="norm", label=curve.label, **style)
-
-        # A dark line is at the model's own norm of image tokens, faint lines are at the norms of what layer 1 adds.
-        _mark_norm(axes, image_norm, INK)
-        for update in updates:
-            if update is not None:
-                _mark_norm(axes, update.mean, FAINT)
-        axes.set(ylabel=title, xlabel="norm over text's", xscale="log")
-        if title == RIGHT_ANSWERS:
-            axes.set_ylim(-0.03, 1.03)  # a share, with room for curves at 0 and 1
-
-
-def _estimates_by_norm(
-    points: Mapping[tuple[float, str], Summary], curve: SweepCurve, image_norm: float
-) -> pd.DataFrame:
-    """The estimates of a curve at each dose, with a column `norm`: the norm of image tokens at this dose, ascending.
+def _score_by_norm(points: Mapping[tuple[float, str], Summary], score: Score) -> pd.DataFrame:
+    """One model's score at each dose, with columns `dose`, `norm` (of image embeddings at this dose), `mean` and ends.
 
     Args:
         points: Summaries by dose and control.
-        curve: The curve.
-        image_norm: Norm of image tokens in the model as it is.
+        score: The score. Shares are in percent.
     """
+    by_dose = answers_about_own_picture(points)
+    image_norm = get_estimate(
+        by_dose[UNCHANGED_DOSE], "length"
+    ).mean  # sweep.csv calls the norm of image tokens `length`
+    unit = 1 if score is Score.LOSS else 100
+
     rows = []
-    for (dose, control), summary in sorted(points.items()):
-        estimate = summary.look(curve.measure, curve.modality)
-        if control == curve.control and estimate is not None:
-            rows.append({"norm": dose * image_norm, **estimate._asdict()})
+    for dose, estimate in estimate_scores(by_dose, score).items():
+        rows.append(
+            {
+                "dose": dose,
+                "norm": dose * image_norm,
+                "mean": unit * estimate.mean,
+                "low": unit * estimate.low,
+                "high": unit * estimate.high,
+            }
+        )
     return pd.DataFrame(rows)
-
-
-def _mark_norm(axes: Axes, norm: float, colour: str) -> None:
-    """Draw a thin vertical line at a norm."""
-    axes.axvline(norm, color=colour, linewidth=0.6, linestyle=":", zorder=0)
 
 
 def _rows_of_axes(models: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The report of one or several models, in sentences and as a self-contained page."""
+"""The report of one or several models, in a few lines and as a self-contained page."""
 
 import base64
 import math
@@ -12,9 +12,22 @@ from jinja2 import Environment, FileSystemLoader, Template
 
 from diagnostics import divergence, key_map, keys
 from diagnostics.parts import layer_groups
+from diagnostics.scaling import UNCHANGED_DOSE
 from diagnostics.table import Estimate, Summary, subtract_rows, summaries_by_dose, summarize_rows, with_means
 from diagnostics.tokens import SINK_FACTOR
-from diagnostics.verdict import LARGER, SMALLER, SMALLEST, judge_sweep
+from diagnostics.verdict import (
+    LARGER,
+    SMALLER,
+    SMALLEST,
+    Advice,
+    Score,
+    Turning,
+    Verdict,
+    answers_about_own_picture,
+    clip_share,
+    judge_sweep,
+    judge_turning,
+)
 
 
 # Title of the column with the difference of two models.
@@ -36,17 +49,30 @@ class Chapter(NamedTuple):
 KEYS_AND_VALUES = "Keys and values"
 # The chapter of measures whose names have none of the prefixes of the other chapters.
 OTHER_MEASURES = "Other measures"
-# The chapters by title, in the order of the page. The figures that are in no chapter stand before all chapters.
+# The chapters by title, in the order of the page. The sweep's figure stands before all chapters; without a sweep, the
+# overview stands there.
 CHAPTERS = {
     "Norms up to the decoder": Chapter(
         figures=(),
         measures=("encoder_output", "projector_", "at_decoder", "in_prompt", "vocabulary", "ratio"),
     ),
-    "Norm and turning by layer": Chapter(figures=("layers",), measures=("norm", "turning", "gap", "update_")),
+    "Norm and turning by layer": Chapter(
+        figures=("overview", "layers"), measures=("norm", "turning", "gap", "update_")
+    ),
     "The norm after the projector": Chapter(figures=(), measures=("gain_", "bias_")),
     "Attention to the picture": Chapter(figures=("attention_map",), measures=("attention",)),
     KEYS_AND_VALUES: Chapter(figures=("keys", "key_map"), measures=("keys.", "values.")),
     OTHER_MEASURES: Chapter(figures=(), measures=()),
+}
+
+
+# Columns of the table of a sweep, by the measure's name in sweep.csv.
+SWEEP_COLUMNS = {
+    "named": "share of right answers",
+    "named_change": "right answers, less × 1",
+    "loss": "loss of the right answer",
+    "loss_change": "loss, less × 1",
+    "changed": "share of answers that change",
 }
 
 
@@ -65,7 +91,7 @@ class ModelReport:
         excluded: Number of excluded tokens, by the reason why they are excluded.
         notes: What could not be recorded, and why.
         summary: The results, as means over pictures.
-        sweep: Results of the sweep, in sentences; empty without a sweep.
+        sweep: What the box says of the sweep, in lines; empty without a sweep.
         weights: Fingerprint of the weights; `None` if they are not in a local folder.
     """
 
@@ -104,46 +130,37 @@ class Report:
     models: list[ModelReport]
 
 
-def measured_on(report: Report) -> str:
-    """One line that says how many models were measured, and on what data."""
-    num_pictures = report.models[0].num_pictures
-    if num_pictures > 1:
-        intervals = "95% intervals over pictures are in brackets"
-    else:
-        intervals = "a single picture gives no intervals"
-    pictures = f"pictures with a question each: {num_pictures} ({report.data})"
-    return f"Models: {len(report.models)}; {pictures}; {intervals}."
+class SweepChapter(NamedTuple):
+    """What the page shows of one model's sweep.
 
-
-def sentences(model: ModelReport) -> list[str]:
-    """One model's main results, in sentences."""
-    thirds = list(layer_groups(model.num_layers))
-    speeds = {third: compare_turning(model.summary.look(f"gap, {third}")) for third in thirds}
-    return _render_lines("sentences.jinja", model=model, summary=model.summary, thirds=thirds, speeds=speeds)
-
-
-def compare_turning(gap: Estimate | None) -> str:
-    """How fast image tokens turn compared with text tokens, in words.
-
-    A larger cosine of a layer's input and output means slower turning. The difference is clear if the gap's whole
-    interval is on one side of 0.
-
-    Args:
-        gap: Cosine of image tokens minus cosine of text tokens; `None` if it was not measured.
+    Attributes:
+        verdict: The judgement.
+        table: The scores at each dose, as HTML.
     """
-    if gap is None:
-        return "no clear difference"
-    if gap.low > 0:
-        return "more slowly"
-    if gap.high < 0:
-        return "faster"
-    return "no clear difference"
+
+    verdict: Verdict
+    table: str
+
+
+def measured_on(report: Report) -> str:
+    """What was measured, and what "clearly" means in the box."""
+    num_pictures = report.models[0].num_pictures
+    if num_pictures == 1:
+        return f"Measured on one picture ({report.data}), which gives no intervals: nothing is judged."
+    measured = f"Measured on {num_pictures} pictures with a question each ({report.data})."
+    return f"{measured} “Clear” means that the 95% interval over pictures lies on one side of no difference."
+
+
+def box_lines(model: ModelReport) -> list[str]:
+    """The report of one model in at most five lines, each a figure or a judgement for whoever owns the model."""
+    gaps = {third: model.summary.look(f"gap, {third}") for third in layer_groups(model.num_layers)}
+    return _render_lines("box.jinja", model=model, summary=model.summary, turning=judge_turning(gaps), Turning=Turning)
 
 
 def tell_sweep(rows: pd.DataFrame) -> list[str]:
-    """The main results of one model's sweep, in sentences, from the rows of `sweep_model`."""
+    """The box's two lines on one model's sweep, from the rows of `sweep_model`: the answers, and what to do."""
     verdict = judge_sweep(summaries_by_dose(rows))
-    return _render_lines("sweep.jinja", verdict=verdict, smaller=SMALLER, larger=LARGER, smallest=SMALLEST)
+    return _render_lines("sweep.jinja", verdict=verdict, smaller=SMALLER, larger=LARGER, Advice=Advice, Score=Score)
 
 
 def format_number(value: float, digits: int = 3) -> str:
@@ -154,6 +171,23 @@ def format_number(value: float, digits: int = 3) -> str:
     if abs(float(rounded)) >= 1000:
         rounded = f"{value:,.0f}"
     return with_minus(rounded)
+
+
+def format_factor(value: float) -> str:
+    """A factor with two significant digits, as in "0.97", "1.0" or "37"; from 100 on as an integer."""
+    if value >= 99.5:
+        return f"{value:,.0f}"
+    return f"{value:#.2g}".rstrip(".")  # `#` keeps the zero of "1.0", and writes "37."
+
+
+def format_percent(share: float) -> str:
+    """A share as a percentage, without decimals from 10% on; only 1 is 100%, and only 0 is 0%."""
+    percent = 100 * share
+    if 99.5 <= percent < 100:
+        return "over 99%"
+    if percent >= 9.95:
+        return f"{percent:.0f}%"
+    return f"{percent:.2g}%"
 
 
 def with_minus(text: str) -> str:
@@ -196,13 +230,6 @@ def _format_decimals(value: float, decimals: int) -> str:
     return with_minus(f"{rounded:,.{decimals}f}")
 
 
-def describe_change(change: Estimate) -> str:
-    """A change with its interval, or "nothing" if the change is 0 for all pictures."""
-    if change.low == 0 and change.high == 0:
-        return "nothing (all pictures agree)"
-    return with_interval(change)
-
-
 def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """The page's tables by the title of their chapter.
 
@@ -238,6 +265,31 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     return tables
 
 
+def make_sweep_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """The scores at each dose of one model's sweep, with their intervals, and what each dose does to the answers."""
+    points = summaries_by_dose(rows)
+    by_dose = answers_about_own_picture(points)
+    verdict = judge_sweep(points)
+
+    texts = {}
+    for dose, summary in by_dose.items():
+        texts_of_dose = {}
+        if dose == UNCHANGED_DOSE:
+            texts_of_dose["answers"] = "as it is"
+        elif verdict.changes:
+            texts_of_dose["answers"] = verdict.changes[dose]
+
+        for measure, column in SWEEP_COLUMNS.items():
+            estimate = summary.look(measure)
+            if estimate is not None:
+                is_share = measure in (Score.RIGHT_ANSWERS, Score.CHANGED_ANSWERS)
+                texts_of_dose[column] = with_interval(clip_share(estimate) if is_share else estimate)
+        texts_of_dose["norm over text's"] = format_number(dose * verdict.image_norm.mean)
+
+        texts[f"× {format_number(dose, digits=2)}"] = texts_of_dose
+    return pd.DataFrame.from_dict(texts, orient="index").fillna("")
+
+
 def row_label(measure: str, modality: str) -> str:
     """The label of a row: for "keys.mmd_halves" it is "keys: mmd halves"."""
     label = measure.replace("_", " ").replace(".", ": ")
@@ -270,24 +322,35 @@ def find_chapter(measure: str) -> str:
     return OTHER_MEASURES
 
 
-def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
+def render_html(report: Report, rows: pd.DataFrame, figures: Path, swept: pd.DataFrame | None = None) -> str:
     """The report as one self-contained page.
 
     Args:
         report: The report.
         rows: The rows of all models, with a column `model`.
         figures: Folder with the figures as PNG files, called by their names in `FIGURES`. A figure may be missing.
+        swept: The rows of all models' sweeps, with a column `model`; empty or `None` without a sweep.
     """
     # The page itself holds the figures, as base64 text.
     images = {path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures.glob("*.png")}
     tables = make_tables(report.models, rows)
+
+    sweeps = {}
+    if swept is not None and not swept.empty:
+        for name, rows_of_model in swept.groupby("model", sort=False):
+            verdict = judge_sweep(summaries_by_dose(rows_of_model))
+            sweeps[name] = SweepChapter(verdict, make_sweep_table(rows_of_model).to_html(border=0, classes="doses"))
+
     # The page defines the measures, and takes numbers for this from the modules `keys`, `divergence` and `key_map`.
     return _load_template("report.html.jinja").render(
         report=report,
         measured_on=measured_on(report),
-        sentences={model.name: sentences(model) for model in report.models},
-        swept={model.name: model.sweep for model in report.models},
+        boxes={model.name: box_lines(model) for model in report.models},
+        lead_figure="sweep" if sweeps else "overview",
+        sweeps=sweeps,
+        smallest=SMALLEST,
         chapters=CHAPTERS,
+        keys_and_values=KEYS_AND_VALUES,
         tables={title: table.to_html(border=0) for title, table in tables.items()},
         images=images,
         keys=keys,
@@ -309,7 +372,8 @@ def _load_template(name: str) -> Template:
     folder = FileSystemLoader(Path(__file__).parent)
     is_html = name.endswith("html.jinja")  # the other templates are plain text, where nothing is escaped
     environment = Environment(loader=folder, autoescape=is_html, trim_blocks=True)
-    environment.filters["change"] = describe_change
+    environment.filters["factor"] = format_factor
     environment.filters["interval"] = with_interval
     environment.filters["number"] = format_number
+    environment.filters["percent"] = format_percent
     return environment.get_template(name)

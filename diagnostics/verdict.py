@@ -1,8 +1,9 @@
-"""Judges one model's sweep: does another norm of its image tokens give better answers, and what may the reason be?
+"""Judges a report's numbers: what is clear, and what the owner of the model can do.
 
-`sweep.jinja` prints the judgement.
+A difference is clear if its whole 95% interval lies on one side of 0. The templates print these judgements.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,7 +12,7 @@ from diagnostics.scaling import DOSES, OWN_PICTURE, UNCHANGED_DOSE
 from diagnostics.table import Estimate, Summary
 
 
-# The report prints the changes at these two doses: about a third of the norm, and three times the norm.
+# The report's box shows the answers at these two doses: about a third of the norm, and three times the norm.
 SMALLER = 0.3
 LARGER = 3.0
 # At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters. RMSNorm then gives a token
@@ -21,40 +22,62 @@ SMALLEST = min(DOSES)
 KEPT_BY_EPS = 0.9
 
 
-class Advice(StrEnum):
-    """Whether to rescale the image tokens of this model."""
+class Turning(StrEnum):
+    """How fast layers turn image tokens, compared with text tokens."""
 
-    MAY_HELP = "Rescaling this trained model may help"
-    HARMS = "Don't rescale this trained model"
-    UNCLEAR = "Rescaling this trained model makes no clear difference"
+    SLOWER = "more slowly"
+    FASTER = "faster"
+    UNCLEAR = "no clear difference"
+
+
+class Score(StrEnum):
+    """What the answers of a sweep are judged by. The values are the measures' names in `sweep.csv`."""
+
+    RIGHT_ANSWERS = "named"
+    LOSS = "loss"
+    CHANGED_ANSWERS = "changed"  # tells no better from worse, so nothing is judged by it
+
+
+class Change(StrEnum):
+    """What another norm of the image tokens does to the score."""
+
+    BETTER = "clearly better"
+    WORSE = "clearly worse"
+    UNCLEAR = "no clear change"
+    NONE = "no change"  # of any picture
+
+
+class Advice(StrEnum):
+    """What to do with this model."""
+
+    TRY_ANOTHER_NORM = "train the model at its best norm, and compare"
+    LEAVE = "leave the norm as it is"
+    LEAVE_OR_ASK_MORE = "leave the norm as it is, or ask about more pictures"
+    GIVE_ANSWERS = "give rows with answers"
 
 
 class Place(StrEnum):
     """How the norm of image tokens compares with the norms of what attention and the MLP of layer 1 add to them."""
 
-    BELOW_ATTENTION = "The norm of these image tokens is below what attention adds"
-    ABOVE_BOTH = "The norm of these image tokens is above what both add: layer 1 leaves them mostly as they came"
-    BETWEEN = "The norm of these image tokens lies between the two: the first MLP overwrites most of what entered"
-    NEAR_ONE = "The norm of these image tokens is about as large as one of the two"
+    BELOW_ATTENTION = "below what attention adds, so they are mixed mostly from that"
+    ABOVE_BOTH = "above what both add, so layer 1 leaves them mostly as they came"
+    BETWEEN = "between the two, so the first MLP overwrites most of what entered"
+    NEAR_ONE = "about as large as one of the two"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of one model's sweep, as `sweep.jinja` prints it.
+    """The judgement of one model's sweep.
 
     Attributes:
-        advice: Whether to rescale; `None` if the data has no answers, because then no dose can be judged.
-        better: Doses at which answers are clearly better.
-        worse: Doses at which answers are clearly worse.
-        num_tried: Number of doses other than 1.
-        by_right_answers: Whether `better` and `worse` are judged by the share of right answers; if not, by the loss.
+        advice: What to do.
+        score: What the answers are judged by.
+        scores: The score at each dose, ascending, with dose 1.
+        changes: What each dose does to the score, without dose 1; empty if the score can't be judged.
+        best: The clearly better dose with the best score; `None` if no dose is clearly better.
         num_pictures: Number of pictures that were asked about.
-        num_named: Number of pictures whose question has several answers in the data, from which the model can choose.
-        right: Share of right answers of the model as it is; `None` if no question has several answers.
-        loss: Loss of the right answers of the model as it is; `None` if the data has no answers.
-        right_changes: Changes of `right` at `SMALLER` and at `LARGER`; empty if `right` is `None`.
-        loss_changes: Changes of `loss` at `SMALLER` and at `LARGER`; empty if `loss` is `None`.
-        changed: Share of greedy answers that differ from those of the model as it is, at `SMALLER` and at `LARGER`.
+        num_scored: Number of pictures that have a score. If right answers count, a picture has one if the data has
+            several answers to its question, from which the model can choose.
         image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
         attention_norm: Norm of what layer 1's attention adds to image tokens, over the norm of text tokens; `None` if
             it can't be told apart from what the MLP adds.
@@ -65,18 +88,13 @@ class Verdict:
             if the share is at least `KEPT_BY_EPS`.
     """
 
-    advice: Advice | None
-    better: list[float]
-    worse: list[float]
-    num_tried: int
-    by_right_answers: bool
+    advice: Advice
+    score: Score
+    scores: dict[float, Estimate]
+    changes: dict[float, Change]
+    best: float | None
     num_pictures: int
-    num_named: int
-    right: Estimate | None
-    loss: Estimate | None
-    right_changes: list[Estimate]
-    loss_changes: list[Estimate]
-    changed: list[Estimate]
+    num_scored: int
     image_norm: Estimate
     attention_norm: Estimate | None
     mlp_norm: Estimate | None
@@ -90,48 +108,24 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
     Args:
         points: The summaries of the model's sweep by dose and control.
     """
-    # Only answers about a question's own picture are judged.
-    by_dose = {dose: summary for (dose, control), summary in points.items() if control == OWN_PICTURE}
+    by_dose = answers_about_own_picture(points)
     as_it_is = by_dose[UNCHANGED_DOSE]
 
-    # If the data has no answers, no dose is better or worse.
-    better: list[float] = []
-    worse: list[float] = []
-    right_changes: list[Estimate] = []
-    loss_changes: list[Estimate] = []
-
-    loss = as_it_is.look("loss")
-    if loss is not None:
-        better = doses_below_zero(by_dose, "loss_change")
-        worse = doses_above_zero(by_dose, "loss_change")
-        loss_changes = estimates_to_print(by_dose, "loss_change")
-
-    # If questions have several answers in the data, the share of right answers decides instead of the loss.
-    right = as_it_is.look("named")
-    if right is not None:
-        right = clip_share(right)
-        better = doses_above_zero(by_dose, "named_change")
-        worse = doses_below_zero(by_dose, "named_change")
-        right_changes = estimates_to_print(by_dose, "named_change")
-
-    advice = None if loss is None else choose_advice(better, worse)
+    score = choose_score(by_dose)
+    scores = estimate_scores(by_dose, score)
+    changes = judge_changes(by_dose, score)
 
     image_norm = get_estimate(as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
     attention_norm = as_it_is.look("attention_update")
     mlp_norm = as_it_is.look("mlp_update")
     return Verdict(
-        advice=advice,
-        better=better,
-        worse=worse,
-        num_tried=len(doses_tried(by_dose)),
-        by_right_answers=right is not None,
+        advice=choose_advice(changes),
+        score=score,
+        scores=scores,
+        changes=changes,
+        best=find_best(scores, changes, score),
         num_pictures=count_pictures(as_it_is, "kl"),  # every picture has a value of `kl`
-        num_named=count_pictures(as_it_is, "named"),
-        right=right,
-        loss=loss,
-        right_changes=right_changes,
-        loss_changes=loss_changes,
-        changed=[clip_share(changed) for changed in estimates_to_print(by_dose, "changed")],
+        num_scored=count_pictures(as_it_is, score),
         image_norm=image_norm,
         attention_norm=attention_norm,
         mlp_norm=mlp_norm,
@@ -140,36 +134,110 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
     )
 
 
-def choose_advice(better: list[float], worse: list[float]) -> Advice:
-    """The advice, from the doses that are clearly better and clearly worse.
+def answers_about_own_picture(points: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
+    """The summaries by dose, ascending, of answers about a question's own picture. Only these are judged."""
+    return {dose: summary for (dose, control), summary in sorted(points.items()) if control == OWN_PICTURE}
 
-    A dose that is clearly better is worth a try even if others are worse.
+
+def choose_score(by_dose: Mapping[float, Summary]) -> Score:
+    """What answers are judged by: right answers if the model had a choice, else the right answer's loss.
+
+    If fewer than two pictures have either, there is no interval, and so only the share of changed answers is shown.
     """
-    if better:
-        return Advice.MAY_HELP
-    if worse:
-        return Advice.HARMS
-    return Advice.UNCLEAR
+    for score in (Score.RIGHT_ANSWERS, Score.LOSS):
+        estimate = by_dose[UNCHANGED_DOSE].look(score)
+        if estimate is not None and math.isfinite(estimate.low):
+            return score
+    return Score.CHANGED_ANSWERS
 
 
-def doses_above_zero(by_dose: Mapping[float, Summary], measure: str) -> list[float]:
-    """Doses at which a measure of change is clearly above 0, which means that its whole interval is above 0."""
-    return [dose for dose in doses_tried(by_dose) if get_estimate(by_dose[dose], measure).low > 0]
+def estimate_scores(by_dose: Mapping[float, Summary], score: Score) -> dict[float, Estimate]:
+    """The score at each dose."""
+    scores = {}
+    for dose, summary in by_dose.items():
+        estimate = get_estimate(summary, score)
+        scores[dose] = estimate if score is Score.LOSS else clip_share(estimate)
+    return scores
 
 
-def doses_below_zero(by_dose: Mapping[float, Summary], measure: str) -> list[float]:
-    """Doses at which a measure of change is clearly below 0, which means that its whole interval is below 0."""
-    return [dose for dose in doses_tried(by_dose) if get_estimate(by_dose[dose], measure).high < 0]
+def judge_changes(by_dose: Mapping[float, Summary], score: Score) -> dict[float, Change]:
+    """What each dose does to the score, without dose 1, which leaves the model as it is."""
+    if score is Score.CHANGED_ANSWERS:
+        return {}
+
+    changes = {}
+    for dose, summary in by_dose.items():
+        if dose != UNCHANGED_DOSE:
+            difference = get_estimate(summary, f"{score}_change")
+            changes[dose] = judge_change(difference, smaller_is_better=score is Score.LOSS)
+    return changes
 
 
-def doses_tried(by_dose: Mapping[float, Summary]) -> list[float]:
-    """All doses except 1, which leaves the model as it is, in increasing order."""
-    return sorted(dose for dose in by_dose if dose != UNCHANGED_DOSE)
+def judge_change(difference: Estimate, smaller_is_better: bool) -> Change:
+    """The judgement of a difference from the model as it is."""
+    if difference.low == 0 and difference.high == 0:
+        return Change.NONE
+    if difference.low > 0:
+        return Change.WORSE if smaller_is_better else Change.BETTER
+    if difference.high < 0:
+        return Change.BETTER if smaller_is_better else Change.WORSE
+    return Change.UNCLEAR
 
 
-def estimates_to_print(by_dose: Mapping[float, Summary], measure: str) -> list[Estimate]:
-    """The estimates of a measure at `SMALLER` and at `LARGER`, the two doses that the report prints."""
-    return [get_estimate(by_dose[SMALLER], measure), get_estimate(by_dose[LARGER], measure)]
+def choose_advice(changes: Mapping[float, Change]) -> Advice:
+    """What to do, from what each dose does; without judgements, rows with answers are missing.
+
+    A dose that is clearly better is worth a try even if others are worse. If no dose is clearly anything, then more
+    pictures may show a difference.
+    """
+    if not changes:
+        return Advice.GIVE_ANSWERS
+    if Change.BETTER in changes.values():
+        return Advice.TRY_ANOTHER_NORM
+    if Change.WORSE in changes.values():
+        return Advice.LEAVE
+    return Advice.LEAVE_OR_ASK_MORE
+
+
+def find_best(scores: Mapping[float, Estimate], changes: Mapping[float, Change], score: Score) -> float | None:
+    """The clearly better dose with the best score; `None` if no dose is clearly better."""
+    better = [dose for dose, change in changes.items() if change is Change.BETTER]
+    if not better:
+        return None
+
+    choose = min if score is Score.LOSS else max
+    return choose(better, key=lambda dose: scores[dose].mean)
+
+
+def judge_turning(gaps: Mapping[str, Estimate | None]) -> dict[Turning, list[str]]:
+    """The groups of layers by how fast they turn image tokens, with those without a clear difference last.
+
+    Args:
+        gaps: By the group's name, cosine of image tokens minus cosine of text tokens, each between a layer's input and
+            output; `None` if it was not measured.
+
+    Returns:
+        The names of the groups; empty if a group has no interval, because then nothing can be judged.
+    """
+    groups: dict[Turning, list[str]] = {}
+    for name, gap in gaps.items():
+        if gap is None or math.isnan(gap.low):
+            return {}
+        groups.setdefault(compare_turning(gap), []).append(name)
+
+    without_difference = groups.pop(Turning.UNCLEAR, None)
+    if without_difference:
+        groups[Turning.UNCLEAR] = without_difference
+    return groups
+
+
+def compare_turning(gap: Estimate) -> Turning:
+    """How fast image tokens turn. A larger cosine of a layer's input and output means slower turning."""
+    if gap.low > 0:
+        return Turning.SLOWER
+    if gap.high < 0:
+        return Turning.FASTER
+    return Turning.UNCLEAR
 
 
 def get_estimate(summary: Summary, measure: str) -> Estimate:

@@ -64,7 +64,7 @@ def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
 ) -> None:
     """Saving removes an earlier report's figures from the folder, and no other file."""
     measured = measure(*load_model(str(composed())), pictures, question="what is it?", name="mine")
-    assert "mine: Over 4 pictures, image tokens enter the decoder" in str(measured)
+    assert "\nmine:\n- Image embeddings enter with " in str(measured)
 
     figures = tmp_path / "figures"
     figures.mkdir()

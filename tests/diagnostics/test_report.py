@@ -1,4 +1,4 @@
-"""The report: its sentences, digits, differences and figures, and that no text of a user becomes markup."""
+"""The report: its box, digits, differences and figures, and that no text of a user becomes markup."""
 
 import re
 from collections.abc import Sequence
@@ -11,19 +11,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from diagnostics.plots import FIGURES, draw_figures, save_figure
+from diagnostics.plots import FIGURES, draw_figures, draw_sweep, save_figure
 from diagnostics.report import (
     DIFFERENCE,
     ModelReport,
     Report,
-    compare_turning,
+    box_lines,
+    format_factor,
+    format_percent,
+    make_sweep_table,
     make_tables,
     measured_on,
     render_html,
-    sentences,
     with_interval,
 )
-from diagnostics.table import Estimate, Summary, jackknife_rows, make_rows, ratio_rows
+from diagnostics.scaling import OWN_PICTURE
+from diagnostics.table import Estimate, Summary, jackknife_rows, make_rows, ratio_rows, summaries_by_dose
 
 
 # A name with characters that HTML, Markdown, TeX or Unicode give a meaning: \u202e reverses the text after it.
@@ -107,43 +110,152 @@ def join_rows(rows_by_name: dict[str, pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([rows.assign(model=name) for name, rows in rows_by_name.items()])
 
 
-def test_sentences_compare_turning_in_each_third_of_the_layers() -> None:
+def make_sweep_rows(num_pictures: int = 6, updates_are_known: bool = True) -> pd.DataFrame:
+    """Made-up rows of a sweep, in which × 0.3 costs two of three right answers and × 3 changes nothing."""
+    right = np.ones(num_pictures)
+    third_right = (np.arange(num_pictures) % 3 == 0).astype(float)
+    rows = []
+    for dose, named in ((0.3, third_right), (1.0, right), (3.0, right)):
+        values_by_measure = {
+            "kl": right,
+            "changed": 1 - named,
+            "loss": 2 - named,
+            "loss_change": 1 - named,
+            "named": named,
+            "named_change": named - 1,
+        }
+        if dose == 1:
+            values_by_measure |= {"length": 2 * right, "eps": right}
+        if dose == 1 and updates_are_known:
+            values_by_measure |= {"attention_update": 3 * right, "mlp_update": 4 * right}
+        for measure, values in values_by_measure.items():
+            rows.append(make_rows(measure, values).assign(dose=dose, control=OWN_PICTURE))
+    return pd.concat(rows)
+
+
+def test_the_box_of_a_model_without_a_sweep() -> None:
     """The gap is above 0 in the first third, below 0 in the middle third and 0 in the last.
 
     The mean over all layers is below 0, and would hide the first third.
     """
     rows = make_rows_of_a_model(gaps=(0.06, -0.15, 0.0))
     (model,) = make_report({"model": rows}).models
-    text = " ".join(sentences(model))
-    assert re.search(r"more slowly in the first third, .*faster in the middle third, .*no clear difference in", text)
+    assert box_lines(model) == [
+        "Image embeddings enter with 2.0 times the norm of text embeddings.",
+        "Layers turn image tokens more slowly than text tokens in the first third; faster in the middle third; "
+        "no clear difference in the last third.",
+        "The text gives the picture 30% of its attention; an even share would be 40%.",
+        "What to do: make a sweep (--sweep), on rows with answers, to see whether another norm answers better.",
+    ]
+
+
+def test_the_box_of_a_model_with_a_sweep_has_five_lines() -> None:
+    (model,) = make_report({"model": make_rows_of_a_model()}).models
+    lines = box_lines(replace(model, sweep=["Right answers: ...", "What to do: ..."]))
+    assert len(lines) == 5
+    assert lines[1:3] == ["Right answers: ...", "What to do: ..."]
 
 
 @pytest.mark.parametrize(
-    ("gap", "words"),
+    ("gaps", "line"),
     [
-        pytest.param(Estimate(0.1, 0.0, 0.2), "no clear difference", id="from 0 up"),
-        pytest.param(Estimate(0.1, 0.001, 0.2), "more slowly", id="above 0"),
-        pytest.param(Estimate(-0.1, -0.2, 0.0), "no clear difference", id="up to 0"),
-        pytest.param(Estimate(-0.1, -0.2, -0.001), "faster", id="below 0"),
-        pytest.param(Estimate(0.1), "no clear difference", id="no interval"),
+        pytest.param(
+            (0.0, 0.0, 0.0), "No clear difference in how fast layers turn image and text tokens.", id="nothing clear"
+        ),
+        pytest.param((0.1, 0.1, 0.1), "Layers turn image tokens more slowly than text tokens.", id="all slower"),
+        pytest.param(
+            (0.0, -0.1, -0.1),
+            "Layers turn image tokens faster than text tokens in the middle third and the last third; "
+            "no clear difference in the first third.",
+            id="clear differences first",
+        ),
     ],
 )
-def test_turning_differs_if_the_interval_of_the_gap_lies_on_one_side_of_zero(gap: Estimate, words: str) -> None:
-    assert compare_turning(gap) == words
+def test_thirds_of_the_layers_that_turn_alike_are_told_together(gaps: Sequence[float], line: str) -> None:
+    (model,) = make_report({"model": make_rows_of_a_model(gaps=gaps, seed=1)}).models
+    assert line in box_lines(model)
 
 
 def test_one_picture_gives_no_intervals_and_no_judgement_of_turning(tmp_path: Path) -> None:
     rows = make_rows_of_a_model(num_pictures=1)
     rows_by_name = {"first": rows, "second": rows}
     report = make_report(rows_by_name)
-    assert measured_on(report).endswith("; a single picture gives no intervals.")
+    assert measured_on(report) == "Measured on one picture (data), which gives no intervals: nothing is judged."
 
-    text = " ".join(sentences(report.models[0]))
-    assert "this can't be told from no difference" in text
-    assert not re.search(r"slowly|faster|nan|None", text)
+    text = " ".join(box_lines(report.models[0]))
+    assert "How fast layers turn image tokens is not judged" in text
+    assert not re.search(r"slowly|faster|clear|nan|None", text)
 
     page = render_html(report, join_rows(rows_by_name), tmp_path)
     assert not re.search(r"\bnan\b|\bNone\b|&lt;NA&gt;", page)
+
+
+@pytest.mark.parametrize(
+    ("factor", "shown"),
+    [
+        (0.0093, "0.0093"),
+        (0.97, "0.97"),
+        (1.004, "1.0"),
+        (1.5436, "1.5"),
+        (37.2, "37"),
+        (99.7, "100"),
+        (1234, "1,234"),
+    ],
+)
+def test_a_factor_has_two_digits(factor: float, shown: str) -> None:
+    assert format_factor(factor) == shown
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        (0, "0%"), (0.0034, "0.34%"), (0.0312, "3.1%"), (0.0996, "10%"), (0.144, "14%"), (0.994, "99%"),
+        (0.996, "over 99%"), (1, "100%"),
+    ],
+)  # fmt: skip
+def test_a_percentage_has_two_digits_and_only_all_is_100(share: float, shown: str) -> None:
+    assert format_percent(share) == shown
+
+
+def test_the_table_of_a_sweep_has_intervals_and_judgements() -> None:
+    table = make_sweep_table(make_sweep_rows())
+    assert table.index.tolist() == ["× 0.3", "× 1", "× 3"]
+    assert table["answers"].tolist() == ["clearly worse", "as it is", "no change"]
+    # The interval of two right answers among six would begin below 0.
+    assert table["share of right answers"].tolist() == ["0.33 (0.00 to 0.88)", "1 (± 0)", "1 (± 0)"]
+    assert table["norm over text's"].tolist() == ["0.6", "2", "6"]
+
+
+def test_a_sweep_has_a_chapter_and_its_figure_takes_the_place_of_the_overview(tmp_path: Path) -> None:
+    rows_by_name = {"first": make_rows_of_a_model(), "second": make_rows_of_a_model(seed=1)}
+    swept_by_name = {"first": make_sweep_rows(), "second": make_sweep_rows(updates_are_known=False)}
+    for name in ("overview", "sweep"):
+        (tmp_path / f"{name}.png").write_bytes(b"a figure")
+
+    page = render_html(make_report(rows_by_name), join_rows(rows_by_name), tmp_path, join_rows(swept_by_name))
+    summary, chapters = page.split("<h2>Other norms of the image embeddings</h2>")
+    assert '<figure class="sweep">' in summary
+    assert '<figure class="overview">' not in summary
+    assert '<figure class="overview">' in chapters
+    assert (
+        "its attention adds 3 (± 0) to them, and its MLP 4 (± 0). Their norm is below what attention adds" in chapters
+    )
+    assert "What its attention and MLP add was not told apart" in chapters
+    assert "At × 0.03 the eps of layer 1's norm alone leaves attention 0.06 times the usual norm." in chapters
+    assert not re.search(r"\bnan\b|\bNone\b", page)
+
+
+def test_the_figure_of_a_sweep_shows_percent_over_the_norm_with_a_ring_at_the_norm_as_it_is() -> None:
+    points = summaries_by_dose(make_sweep_rows())
+    figure = draw_sweep({"first": points, "second": points})
+    (axes,) = figure.axes
+    curve, ring, *_ = axes.lines
+    assert curve.get_xdata() == pytest.approx([0.6, 2, 6])
+    assert curve.get_ydata() == pytest.approx([100 / 3, 100, 100])
+    assert ring.get_xdata() == pytest.approx([2])
+    assert ring.get_ydata() == pytest.approx([100])
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["first", "second", "norm as it is"]
 
 
 @pytest.mark.parametrize(
@@ -235,4 +347,4 @@ def test_texts_of_users_are_not_markup(hostile_report: Report, tmp_path: Path) -
 def test_a_figure_that_is_missing_is_left_out_of_the_page(hostile_report: Report, tmp_path: Path) -> None:
     (tmp_path / "overview.png").write_bytes(b"the only figure")
     page = render_html(hostile_report, join_rows(HOSTILE_ROWS), tmp_path)
-    assert page.count("<figure>") == 1
+    assert page.count("<figure") == 1

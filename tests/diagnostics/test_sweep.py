@@ -310,10 +310,10 @@ def test_the_command_with_rows_that_have_answers(
     norms = rows.query("measure == 'norm' and layer == 0 and dose == 1").groupby("modality")["value"].mean()
     assert length == pytest.approx(norms["visual"] / norms["text"])
 
-    summary_of_page = page.split("<h2>")[0]  # before the first chapter
-    assert "Image tokens enter at " in summary_of_page
+    summary_of_page = page.split("<h2>Other norms")[0]  # before the first chapter
+    assert "Right answers: " in summary_of_page
     assert "was not told apart" not in page
-    assert "Rows without answers" not in page
+    assert "give rows with answers" not in page
 
 
 def test_the_command_with_pictures_and_a_model_without_a_norm_before_its_mlp(
@@ -330,4 +330,5 @@ def test_the_command_with_pictures_and_a_model_without_a_norm_before_its_mlp(
     assert set(rows["control"]) == {OWN_PICTURE}
     assert {"named", "attention_update", "mlp_update"}.isdisjoint(rows["measure"])
     assert "attention and MLP add was not told apart" in page
-    assert "Rows without answers tell only what changes" in page
+    assert "Answers that change: " in page
+    assert "What to do: give rows with answers" in page

@@ -62,7 +62,7 @@ def test_diagnose_measures_models(
     last_cell.source = last_cell.source.replace("../runs/digits/report", str(tmp_path / "report"))
 
     outputs = execute(notebook, tmp_path, monkeypatch)
-    assert "image tokens enter the decoder" in outputs
+    assert "Image embeddings enter with" in outputs
     assert outputs.count("image/png") == 2  # the figures "overview" and "layers"
     assert (tmp_path / "report" / "report.html").exists()
 

@@ -37,6 +37,7 @@ def write_rows(folder: Path, count: int) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_trainers_and_the_bare_loop_train_alike(composed: Callable[..., Path], tmp_path: Path) -> None:
     write_rows(tmp_path, count=6)  # for three steps of two rows
     options = {"model": composed(), "data": tmp_path, "steps": 3, "batch_size": 2, "output": tmp_path / "out.json"}

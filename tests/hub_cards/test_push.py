@@ -162,7 +162,7 @@ def test_a_token_that_the_hub_refuses_ends_in_one_error(
     monkeypatch.setenv("HF_TOKEN", "hf_revoked")
     push = ["push", trained_run, "--repo_id", NAME, "--output_dir", release]
     # The client's message has several lines, and `[\s\S]` matches across them.
-    with pytest.raises(SystemExit, match=r"The push stopped; push again to go on.*: .*401[\s\S]*Invalid credentials"):
+    with pytest.raises(SystemExit, match=r"The push stopped. Push again to go on.*: .*401[\s\S]*Invalid credentials"):
         run_command(*push)
     with pytest.raises(SystemExit, match=r"The Hub can't be asked.*: .*401[\s\S]*Invalid credentials"):
         run_command(*push, "--dry_run")

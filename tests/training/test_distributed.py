@@ -192,7 +192,8 @@ def listed_bad_rows(folder: Path) -> set[str]:
     return {json.loads(line)["source"] for line in lines}
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_two_processes_share_a_stream_with_bad_rows_and_resume_in_it(
     composed: Callable[..., Path], data: Path, tmp_path: Path, num_workers: int
 ) -> None:

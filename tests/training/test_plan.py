@@ -159,6 +159,7 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     assert in_bfloat16.weights == 4 * num_in_float32 + 2 * (num_all - num_in_float32)
 
 
+@pytest.mark.slow
 def test_4_bit_weights_and_8_bit_states_are_planned(recipe: dict[str, Any]) -> None:
     batch = Batch(SAMPLES, tokens=150, supervised=20, is_packed=False)
     lora = make_plan({**recipe, **STAGES["adapt"], "bf16": True}, batch)

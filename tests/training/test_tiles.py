@@ -19,7 +19,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, changed_weights, run
 from training.align import align
 from training.collator import VisionLanguageCollator
-from training.compose import compose, describe, main
+from training.compose import compose, describe_model, main
 
 
 TILE = 28  # pixels of a side; a tile has four image tokens
@@ -188,6 +188,6 @@ def test_composing_refuses_tiles_that_do_not_fit(
 
 def test_composing_says_what_becomes_of_a_picture(folder: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
-    table = describe(model, AutoProcessor.from_pretrained(folder))
+    table = describe_model(model, AutoProcessor.from_pretrained(folder))
     assert "4 tokens a tile" in table
     assert "a picture is cut into up to 4 tiles of 28 x 28 pixels" in table

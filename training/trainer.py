@@ -47,6 +47,7 @@ from training.compiling import compile_layers
 from training.finite import FiniteWatch
 from training.key_alignment import KeyAlignment
 from training.loss import gradient_alone, head_at_positions, supervised_tokens
+from training.module_walks import no_module_walks
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
 from training.rehearsal import largest_batch, rehearsal
 from training.run import Run
@@ -306,14 +307,15 @@ class NormLlavaTrainer(SFTTrainer):
         return parameters
 
     @override
-    def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
+    def _run_epoch(self, *, model: nn.Module, epoch: int, **kwargs: Any) -> None:
         """Run an epoch, unless all steps are done: Trainer would add a step to a finished run that is resumed."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
         self.control.should_training_stop = self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            super()._run_epoch(epoch=epoch, **kwargs)
+            with no_module_walks(model, self.optimizer):
+                super()._run_epoch(model=model, epoch=epoch, **kwargs)
 
     @override
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:

@@ -197,7 +197,7 @@ def measure_models(
             the model's name.
     """
     if attention_word is not None:
-        # This raises an error if no question has the word. The error shall come before the first model is loaded.
+        # Called only for the error that no question has the word, which shall come before the first model is loaded.
         questions_with_word(questions.questions, attention_word)
 
     results: dict[str, ModelResults] = {}
@@ -208,7 +208,7 @@ def measure_models(
             )
         except DiagnosticsError as error:
             raise DiagnosticsError(f"{name}: {error}") from error
-        # `models` may load the next model when the loop goes on. By then nothing shall keep this model in memory.
+        # If `models` is a generator, it loads the next model when the loop goes on. This model shall be freed by then.
         del model, processor
 
         yield join_results(results, questions, data_name, command)

@@ -17,7 +17,15 @@ from sklearn.decomposition import PCA
 from sklearn.manifold import TSNE
 
 from diagnostics.keys import take_points
-from diagnostics.plots import DOTTED, MODALITY_COLOURS, MODEL_STYLES, WIDTH, draw_curve, styled
+from diagnostics.plots import (
+    DOTTED,
+    MAX_TITLE_CHARACTERS,
+    MODALITY_COLOURS,
+    MODEL_STYLES,
+    WIDTH,
+    draw_curve,
+    styled,
+)
 from diagnostics.probe import Record
 from diagnostics.table import Summary
 
@@ -45,7 +53,7 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
     Returns:
         A row for each token in each of at most `MAX_LAYERS` layers, with columns `layer`, `modality`, `x` and `y`.
     """
-    # A layer has one row of `keys.jsd`. The row of their mean over layers has no layer.
+    # Each layer has a row of `keys.jsd`. The row of the mean over layers has no layer.
     rows_of_divergence = measured[measured["measure"] == "keys.jsd"]
     layers = sorted(rows_of_divergence["layer"].dropna().astype(int))
     if not layers:
@@ -61,8 +69,8 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
 def place_layer(records: Sequence[Record], layer: int) -> pd.DataFrame:
     """What [`place_keys`] returns for one layer."""
     points = take_points("keys", layer, records)
-    # `points.scaled` has all image tokens first, and then as many text tokens. `points.pictures` has the number of the
-    # picture that each image token, and so also each text token, is from.
+    # `points.scaled` has all image tokens first, and then as many text tokens. `points.pictures` has an entry for each
+    # image token.
     num_per_modality = len(points.pictures)
     modalities = ["visual"] * num_per_modality + ["text"] * num_per_modality
 
@@ -108,7 +116,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
     for row_of_axes, (name, summary) in zip(axes, models.items(), strict=True):
         divergence_axis = row_of_axes[0]
         _draw_divergence(divergence_axis, summary)
-        divergence_axis.set_title(name[-80:], loc="left", fontweight="bold")  # of a long path, the end says most
+        divergence_axis.set_title(name[-MAX_TITLE_CHARACTERS:], loc="left", fontweight="bold")
 
         tokens_by_layer = placed[placed["model"] == name].groupby("layer")
         layer_axes = row_of_axes[1 : 1 + len(tokens_by_layer)]

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_UNREADABLE = 100
 # The question about pictures that come without rows, if the user gives no other question.
 QUESTION = "Describe this picture."
-# Suffixes of picture files. Pillow can't read HEIC (`.heic`, `.heif`). These two suffixes are listed all the same, so
-# that such a file is reported as unreadable and not ignored in silence.
+# Suffixes of picture files. Pillow can't read HEIC (`.heic`, `.heif`). The two suffixes are listed so that a HEIC file
+# is reported as unreadable and not ignored in silence.
 PICTURE_SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # A chat message: its role, and its content as a list of texts and pictures.
 Message = dict[str, Any]
@@ -119,8 +119,7 @@ def load_model(
         AutoModelForImageTextToText, name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
 
-    # These two functions raise an error for a model that can't be measured. They are called only for this error, so
-    # that it comes before anything is measured.
+    # Called only for the errors that these functions raise if a model can't be measured.
     image_token_id(model)
     find_decoder(model)
 
@@ -236,8 +235,7 @@ def find_pictures(data: Path) -> list[Path] | None:
     if not data.is_dir():
         return None
 
-    # A folder with a JSON file, and a folder that `save_to_disk` wrote, hold rows. `find_source` tells them from any
-    # other folder, whose kind is "dataset".
+    # For `find_source`, a folder is a "dataset" unless it has a JSON file of rows or was written by `save_to_disk`.
     if find_source(str(data)).kind != "dataset":
         return None
     # Rows may also be in loose dataset files, such as Parquet, or in a metadata file beside the pictures.

@@ -161,11 +161,11 @@ class Probe:
         self._interface[place] = torch.cat([norms_of_earlier_tiles, norms])
 
     def _without_padding(self, features: torch.Tensor) -> torch.Tensor:
-        """The encoder's features, without the features of patches that only pad a tile, which LFM2-VL has."""
+        """The encoder's features, except those of the empty patches with which LFM2-VL pads a tile."""
         is_real_patch = self._inputs.get("pixel_attention_mask")
         if is_real_patch is None:
             return features
-        # In other model families the mask is over pixels, not over patches, and its shape differs from the features.
+        # In other model families the mask is over pixels, not over patches, so its shape is another.
         if is_real_patch.shape != features.shape[:-1]:
             return features
         return features[is_real_patch.bool().to(features.device)]

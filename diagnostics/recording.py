@@ -1,4 +1,4 @@
-"""Gives a model questions, and records what its decoder does with each question up to where the answer begins."""
+"""Records what a model's decoder does with each of some questions, up to where the answer begins."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +22,8 @@ def record_questions(
 ) -> list[Record]:
     """A record of each question up to where its answer begins.
 
-    The model runs in eval mode, and is in its own mode again afterwards. The language model head, which computes the
-    logits, is not run, because nothing after the decoder is measured.
+    The model runs in eval mode, and afterwards each module is in the mode that it had before. The language model head,
+    which computes the logits, is not run, because nothing after the decoder is measured.
 
     Args:
         model: The model.
@@ -69,7 +69,7 @@ def record_question(
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Keep the model in eval mode inside the context. Afterwards each module is in the mode that it had before."""
-    # Only these modules are put back to training mode. `model.train()` would also change those that were in eval mode.
+    # At the end, `model.train()` would also change the modules that were in eval mode.
     training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -93,7 +93,7 @@ def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Messag
 
     # PaliGemma's processor also returns labels, which are for training.
     inputs = {name: value for name, value in prepared.items() if name != "labels"}
-    return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))  # the dtype is only given to floats
+    return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))  # only floats are cast to the dtype
 
 
 def _process(processor: Any, messages: list[Message]) -> Any:
@@ -113,7 +113,7 @@ def _process(processor: Any, messages: list[Message]) -> Any:
         for part in message["content"]:
             if part["type"] == "text":
                 lines.append(part["text"])
-            else:
+            else:  # a picture
                 lines.append(image_mark)
                 images.append(part["image"])
     return processor(images=images or None, text="\n".join(lines), return_tensors="pt")

@@ -21,8 +21,8 @@ from diagnostics.parts import layer_groups
 # An interval holds the true mean with this probability.
 LEVEL = 0.95
 # Columns of the rows that measures return. `modality` is "visual", "text" or empty. `value` is the measure's value for
-# the picture whose number is in `picture`. A measure that is no mean over pictures has a row without a number in
-# `picture`, whose `value` is that over all pictures; in its other rows, `value` is the picture's pseudo-value.
+# the picture whose number is in `picture`. A measure that is no mean over pictures also has a row for all pictures,
+# where `picture` is missing; the values of its other rows are pseudo-values.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
 # Measures by layer that are also reported as means over each third of the layers.
 BY_THIRD = ("gap", "norm_ratio", "turning")
@@ -114,7 +114,7 @@ def make_rows(
         table = np.concatenate([over_pictures, table])
         picture_numbers = [pd.NA, *picture_numbers]
 
-    # The table becomes one column of values: all layers of the first row, then all layers of the next, and so on.
+    # The table becomes one column of values: all layers of the first picture, then all layers of the next, and so on.
     columns = {
         "measure": measure,
         "modality": modality,
@@ -219,8 +219,7 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
     )
     over_pictures = groups.reset_index()
 
-    # For fewer than two pictures the deviation is NaN, and so is the interval. `clip` only keeps the formulas defined
-    # for them.
+    # For fewer than two pictures the deviation is NaN, and so is the interval. `clip` only keeps the formulas defined.
     n = over_pictures["n"]
     degrees_of_freedom = n.clip(lower=2) - 1
     quantile = stdtrit(degrees_of_freedom, (1 + LEVEL) / 2)  # of Student's t
@@ -234,7 +233,7 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def subtract_rows(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the differences of two models, the second model's value minus the first model's, for each picture.
+    """Rows of the second model's value minus the first model's value, for each picture.
 
     Both models have to be measured on the same pictures in the same order.
     """

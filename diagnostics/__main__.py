@@ -113,7 +113,7 @@ def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tupl
     """Load one model at a time, and yield its name in the report, the model and its processor."""
     for model_name_or_path, name in zip(args.model, names, strict=True):
         logger.info("Loading %s ...", model_name_or_path)
-        # A variable for the model would keep the model in memory while the next loads.
+        # The model has no variable here, because a variable would keep it in memory while the next model loads.
         yield name, *load_model(model_name_or_path, **model_options(args))
 
 

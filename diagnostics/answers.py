@@ -92,11 +92,11 @@ def answer_ids(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     """
     tokenizer = getattr(processor, "tokenizer", processor)  # `processor` may itself be a tokenizer
     ids = _ids_after_prompt(processor, prompt, answer)
-    end = _find_special_token(tokenizer, ids)
-    if end is not None:
-        written_answer = tokenizer.decode(ids[:end]).strip()
+    end_index = _find_special_token(tokenizer, ids)
+    if end_index is not None:
+        written_answer = tokenizer.decode(ids[:end_index]).strip()
         if written_answer == answer:
-            return ids[: end + 1]
+            return ids[: end_index + 1]
     return tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
 
 
@@ -163,8 +163,8 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
 def cache_argument(model: PreTrainedModel) -> str:
     """The name of the argument by which a model takes a cache.
 
-    Older versions of transformers call it `past_key_values`, and newer ones `cache`. From 5.40 on, transformers no
-    longer accepts the old name.
+    Older versions of transformers call the argument `past_key_values`, and newer versions `cache`. From 5.40 on,
+    transformers no longer accepts the old name.
     """
     parameters = inspect.signature(model.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
@@ -230,7 +230,7 @@ def likeliest(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequ
     first_scores = state.first_log_probabilities[first_tokens]  # [num_answers]
     order = first_scores.argsort(descending=True, stable=True)  # indices of answers
 
-    best_index = -1
+    best_index = -1  # no answer yet
     best_score = -torch.inf
     for chunk in order.split(CHUNK_SIZE):
         highest_possible_score = first_scores[chunk[0]]  # `order` descends, so no answer from here on can score more

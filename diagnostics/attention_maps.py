@@ -281,7 +281,8 @@ def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Te
     positions = []
     token_start = 0
     for index in range(len(ids)):
-        # A letter may consist of several tokens. Until the last of them it is decoded as "�", which doesn't count.
+        # A letter may consist of several tokens. Without its last token the letter is decoded as "�", which doesn't
+        # count.
         text_so_far = tokenizer.decode(ids[: index + 1]).rstrip("�")
         token_end = len(text_so_far)
         if token_start < match.end() and token_end > match.start():
@@ -396,4 +397,5 @@ def _draw_map(axes: Sequence[Axes], word_map: AttentionMap, scale: Normalize) ->
 
         share = word_map.weights[index].sum()
         label = f"layer {layer}, {share:.0%} on picture"
+        # In the middle, just below the map.
         axis.text(0.5, -0.04, label, fontsize=7, ha="center", va="top", transform=axis.transAxes)

@@ -98,8 +98,8 @@ class InterfaceHooks(ExitStack):
         self._remove_on_exit(projector.register_forward_hook(pass_input_and_output, with_kwargs=True))
 
     def _watch_norm(self, norm: nn.Module | None) -> None:
-        """Call the function at `"norm_input"`. There is no note without a norm module: only a NormLlava has one."""
-        if norm is None:
+        """Call the function at `"norm_input"`."""
+        if norm is None:  # no note, because only a NormLlava has this module
             return
 
         def pass_input(module: nn.Module, args: Any) -> None:

@@ -53,7 +53,7 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
     Returns:
         A row for each token in each of at most `MAX_LAYERS` layers, with columns `layer`, `modality`, `x` and `y`.
     """
-    # Each layer has a row of `keys.jsd`. The row of the mean over layers has no layer.
+    # A layer with enough keys has one row of `keys.jsd`. The row of the mean over layers has no layer.
     rows_of_divergence = measured[measured["measure"] == "keys.jsd"]
     layers = sorted(rows_of_divergence["layer"].dropna().astype(int))
     if not layers:
@@ -87,7 +87,7 @@ def project_to_plane(vectors: np.ndarray) -> np.ndarray:
     """
     num_components = min(COMPONENTS, *vectors.shape)  # PCA finds no more than there are vectors or coordinates
     reduced = PCA(num_components, random_state=SEED).fit_transform(vectors)
-    # t-SNE needs a perplexity below the number of vectors. A quarter of the number is well below it.
+    # t-SNE needs a perplexity below the number of vectors. A quarter of this number is small enough.
     perplexity = min(PERPLEXITY, len(vectors) / 4)
     return TSNE(perplexity=perplexity, init="pca", random_state=SEED).fit_transform(reduced)
 
@@ -100,15 +100,13 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
         models: The summary of each model in `placed`, by the model's name.
         placed: What [`place_keys`] returns for each model, with a column `model`.
     """
-    # The first column is for the divergence, and each other column for a layer.
     num_layers_by_model = placed.groupby("model")["layer"].nunique()
-    num_layers = int(num_layers_by_model.max())
-    num_columns = 1 + num_layers
+    max_layers = int(num_layers_by_model.max())
     figure, axes = plt.subplots(
         len(models),
-        num_columns,
+        1 + max_layers,  # a column for the divergence, and one for each layer
         figsize=(WIDTH, 0.6 + 1.9 * len(models)),  # in inches: 0.6 for the legends, 1.9 for each row
-        width_ratios=[1.15] + [1] * num_layers,  # only the first column has ticks and a vertical label
+        width_ratios=[1.15] + [1] * max_layers,  # only the first column has ticks and a vertical label
         squeeze=False,
         layout="constrained",
     )

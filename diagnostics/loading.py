@@ -213,7 +213,6 @@ def load_questions(
     paths = find_pictures(Path(data))
     rows: Iterable[Row]
     if paths is None:
-        # With streaming, rows on the Hub are downloaded one by one, and not the whole dataset.
         is_on_hub = not find_source(str(data)).is_local
         rows = load_rows(str(data), image_folder, split=split, streaming=is_on_hub)
     else:
@@ -225,7 +224,7 @@ def load_questions(
 def find_pictures(data: Path) -> list[Path] | None:
     """The picture files that `--data` names: one picture, or the pictures of a folder; `None` if it names rows.
 
-    A folder that holds rows names rows, even if there are pictures beside them.
+    A folder with rows names the rows, even if there are pictures beside them.
     """
     data = data.expanduser()
     if data.is_file():
@@ -254,7 +253,7 @@ def is_picture(path: Path) -> bool:
 
 
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
-    """The questions of the first rows that have a picture before their first answer, each about another picture.
+    """The questions of the first rows that have a picture before their first answer, each about a different picture.
 
     Malformed rows, and rows with a broken or missing picture, are skipped with a warning.
 
@@ -290,12 +289,12 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
             taken.setdefault(question.fingerprint, question)
 
     if not taken:
-        reason = ""
+        about_unreadable = ""
         if unreadable:
-            reason = f" Rows that can't be read: {len(unreadable)}, the first: {unreadable[0]}"
+            about_unreadable = f" Rows that can't be read: {len(unreadable)}, the first: {unreadable[0]}"
         raise DiagnosticsError(
             f"{data} has no pictures to ask about ({passed_over} rows without one before the first answer). Give "
-            f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
+            f"rows with `image` or `images` and `conversations`, or a folder of pictures.{about_unreadable}"
         )
     return Questions(list(taken.values()), passed_over, unreadable)
 

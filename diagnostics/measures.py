@@ -126,7 +126,7 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
 
     num_layers = len(cosines[0])
     layers = range(num_layers)
-    # There is the norm of each layer's input, and after these the norm of the last layer's output.
+    # Norms are those of each layer's input, and then of the last layer's output.
     norm_layers = range(num_layers + 1)
 
     tables = []
@@ -214,11 +214,11 @@ def attention_shares(
 
 
 def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
-    """How far the keys and values of a picture's image tokens have turned from the `baseline` record of the picture.
+    """How far the keys and values of a picture's image tokens have turned from those in `baseline`.
 
-    A sweep multiplies the image tokens that enter the decoder. `baseline` is the record without multiplication. A turn
-    is 1 minus the cosine of a key or value and the same key or value in the baseline. The first layer is left out,
-    because the sweep changes only the norm of its input, not the direction.
+    A sweep multiplies the image tokens that enter the decoder, and `baseline` is the picture's record without
+    multiplication. A turn is 1 minus the cosine of a key or value and the same key or value in `baseline`. The first
+    layer is left out, because the sweep changes only the norm of its input, not the direction.
 
     Returns:
         The mean turn over tokens, heads and layers, as `"keys, turned"` and `"values, turned"`. Keys or values that
@@ -243,7 +243,7 @@ def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
 
 
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:
-    """Rows on the gain and bias of the norm module after the projector; `None` for a model without this module."""
+    """Rows on the gain and bias of the norm module that ends the projector; `None` for a model without this module."""
     norm = find_projector_norm(model)
     if norm is None:
         return None

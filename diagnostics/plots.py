@@ -289,7 +289,7 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
 def _score_by_norm(points: Mapping[tuple[float, str], Summary], score: Score) -> pd.DataFrame:
     """One model's score at each dose, with columns `dose`, `norm`, `mean`, `low` and `high`.
 
-    `norm` is the norm of the image embeddings at this dose. Scores that are shares are in percent.
+    `norm` is the norm of the image embeddings at the dose. Scores that are shares are in percent.
 
     Args:
         points: Summaries by dose and control.
@@ -298,7 +298,7 @@ def _score_by_norm(points: Mapping[tuple[float, str], Summary], score: Score) ->
     by_dose = answers_about_own_picture(points)
     # sweep.csv calls the norm of image embeddings `length`.
     image_norm = get_estimate(by_dose[UNCHANGED_DOSE], "length").mean
-    unit = 1 if score is Score.LOSS else 100  # scores other than the loss are shares
+    unit = 1 if score is Score.LOSS else 100  # the other scores are shares
 
     rows = []
     for dose, estimate in estimate_scores(by_dose, score).items():
@@ -317,7 +317,7 @@ def _score_by_norm(points: Mapping[tuple[float, str], Summary], score: Score) ->
 def _rows_of_axes(models: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
     """A figure and its axes, `(num_models, columns)`: a row for each model, with the model's name as title.
 
-    The horizontal axes are those of layers. The last row's are labelled so.
+    The horizontal axes of the last row are labelled "layer".
     """
     size = (WIDTH, 0.6 + 1.8 * len(models))  # in inches: 0.6 for the legends, 1.8 for each row
     figure, rows = plt.subplots(len(models), columns, figsize=size, squeeze=False, layout="constrained")

@@ -75,7 +75,7 @@ class Record:
 
 
 class Probe:
-    """Records a model's forward pass over one sample. It is a context manager, which removes the hooks on exit.
+    """A context manager that records a model's forward pass over one sample, and removes its hooks on exit.
 
         with Probe(model, inputs, tokens) as probe:
             model(**inputs)
@@ -165,7 +165,7 @@ class Probe:
         is_real_patch = self._inputs.get("pixel_attention_mask")
         if is_real_patch is None:
             return features
-        # In other model families the mask is over pixels, not over patches, so its shape is another.
+        # In other model families the mask is over pixels, not over patches, so its shape differs.
         if is_real_patch.shape != features.shape[:-1]:
             return features
         return features[is_real_patch.bool().to(features.device)]
@@ -174,7 +174,7 @@ class Probe:
         """Check that the decoder's input has shape `(1, S, hidden_size)` and holds a picture's features.
 
         Raises:
-            DiagnosticsError: if it doesn't.
+            DiagnosticsError: if the shape differs, or if there are no features of a picture.
         """
         name = type(self._model).__name__
         if embeddings.shape[:-1] != (1, self._length):
@@ -194,7 +194,7 @@ class Probe:
 
     @torch.no_grad()
     def _record_layer(self, number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """A forward hook of layer `number` of the decoder, which records how the layer changes each token."""
+        """Forward hook of layer `number` of the decoder: records how the layer changes each token."""
         before = args[0] if args else kwargs["hidden_states"]
         after = output if isinstance(output, torch.Tensor) else output[0]
         # Where a model is spread over devices, a layer may get its input from another device.
@@ -276,5 +276,5 @@ def choose_queries(tokens: Tokens) -> torch.Tensor:
     last_text_positions = text_positions[-(MAX_QUERIES - 1) :]
     last_position = prompt_positions[-1:]
     queries = torch.cat([last_text_positions, last_position])
-    # The prompt's last token may also be one of the text tokens, and is kept once. `unique` also sorts.
+    # If the prompt's last token is ordinary text, it is in both tensors. `unique` keeps it once, and sorts.
     return torch.unique(queries)

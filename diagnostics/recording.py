@@ -33,7 +33,7 @@ def record_questions(
         title: Text of the progress bar; if it is empty, there is no progress bar.
 
     Raises:
-        DiagnosticsError: if a question can't be measured; the message names it.
+        DiagnosticsError: if a question can't be measured; the message names the question.
     """
     ids = token_ids(model, processor)
     # All records together keep the keys and values of about `MAX_TOKENS` tokens of each modality.
@@ -69,7 +69,7 @@ def record_question(
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Keep the model in eval mode inside the context. Afterwards each module is in the mode that it had before."""
-    # At the end, `model.train()` would also change the modules that were in eval mode.
+    # `model.train()` at the end would also change modules that were in eval mode before.
     training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:

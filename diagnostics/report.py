@@ -156,7 +156,7 @@ def box_lines(model: ModelReport) -> list[str]:
 
 
 def tell_sweep(rows: pd.DataFrame) -> list[str]:
-    """The box's two lines on one model's sweep, from the rows of `sweep_model`: the answers, and what to do."""
+    """The box's two lines on one model's sweep, from the sweep's rows: the answers, and what to do."""
     verdict = judge_sweep(summaries_by_dose(rows))
     return _render_lines("sweep.jinja", verdict=verdict, smaller=SMALLER, larger=LARGER, Advice=Advice, Score=Score)
 
@@ -205,7 +205,7 @@ def with_interval(estimate: Estimate) -> str:
     if not math.isfinite(width):
         return format_number(estimate.mean)
 
-    if width == 0:
+    if width == 0:  # all pictures have the same value
         return f"{format_number(estimate.mean, digits=5)} (± 0)"
 
     # The ends of a very narrow interval differ only after many digits. So half of the interval's width is shown in
@@ -244,8 +244,8 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     if len(models) == 2:
         frames[DIFFERENCE] = paired_difference(models[0].name, models[1].name, rows)
 
-    # What each column shows for a measure without a value: a dash, or nothing in the column of the difference, which
-    # many measures don't have.
+    # What a column shows where it has no value: a dash, but nothing in the column of the difference, which many
+    # measures don't have.
     without_value = dict.fromkeys(frames, "–")
     if DIFFERENCE in frames:
         without_value[DIFFERENCE] = ""
@@ -256,7 +256,8 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
         without_layer = frame[frame["layer"].isna()]
         for row in without_layer.itertuples():
             texts_of_chapter = texts[find_chapter(row.measure)]
-            texts_of_row = texts_of_chapter.setdefault(row_label(row.measure, row.modality), without_value.copy())
+            label = row_label(row.measure, row.modality)
+            texts_of_row = texts_of_chapter.setdefault(label, without_value.copy())
             texts_of_row[column] = with_interval(Estimate(row.mean, row.low, row.high))
 
     tables = {}

@@ -19,8 +19,8 @@ from diagnostics.parts import DiagnosticsError, image_token_id
 
 # A token is a sink if its norm is more than this many times the median norm of its modality in its sample.
 SINK_FACTOR = 10.0
-# An image token is a newline if its cosine with the model's newline feature is above this number. Their directions are
-# then equal except for rounding.
+# An image token is a newline if its cosine with the model's newline feature is above this number. The two directions
+# are then equal except for rounding.
 NEWLINE_COSINE = 1 - 1e-5
 # A model's inputs, as a processor or a collator returns them, by the names of the arguments of `forward`.
 Inputs = dict[str, Any]
@@ -92,7 +92,7 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
         inputs: The model's inputs, as [`classify`] takes them.
     """
     attention_mask = inputs.get("attention_mask")
-    if attention_mask is not None:
+    if attention_mask is not None:  # 0 at padding and at blank pictures
         return attention_mask.bool()
 
     position_ids = inputs.get("position_ids")

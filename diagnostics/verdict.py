@@ -194,7 +194,7 @@ def choose_advice(changes: Mapping[float, Change]) -> Advice:
     A dose that is clearly better is worth a try even if others are worse. If no dose is clearly better or worse, more
     pictures may show a difference.
     """
-    if not changes:  # nothing can be judged, because the data has no answers
+    if not changes:  # nothing can be judged, because the data has too few answers
         return Advice.GIVE_ANSWERS
     if Change.BETTER in changes.values():
         return Advice.TRY_ANOTHER_NORM

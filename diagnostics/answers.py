@@ -207,10 +207,10 @@ def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[
 
     distributions_by_answer = []
     for answer, log_probabilities_of_answer in zip(answers, log_probabilities, strict=True):
-        of_first_token = state.first_log_probabilities[None]  # [1, vocab_size]
-        # Row i is what the model predicts after token i, so it holds the log-probabilities of token i + 1.
-        of_later_tokens = log_probabilities_of_answer[: len(answer) - 1]
-        distributions_by_answer.append(torch.cat([of_first_token, of_later_tokens]))
+        first_row = state.first_log_probabilities[None]  # [1, vocab_size]
+        # After reading token i, the model predicts token i + 1. What it predicts from the last token on is left out.
+        later_rows = log_probabilities_of_answer[: len(answer) - 1]
+        distributions_by_answer.append(torch.cat([first_row, later_rows]))
     return distributions_by_answer
 
 

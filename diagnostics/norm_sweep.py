@@ -290,7 +290,8 @@ def find_choices(processor: Any, questions: Sequence[Question], question: Questi
             texts.add(other.answer)
 
     ids_by_text = {text: answer_ids(processor, question.prompt, text) for text in sorted(texts)}
-    return Choices(answers=list(ids_by_text.values()), right=ids_by_text.get(question.answer, []))
+    right = ids_by_text.get(question.answer, [])  # an empty answer is not in the dictionary
+    return Choices(answers=list(ids_by_text.values()), right=right)
 
 
 def ask_own_picture(

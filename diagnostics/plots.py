@@ -228,29 +228,29 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
 
 
 @styled
-def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
+def draw_dynamics(summaries: Mapping[int, Summary]) -> Figure:
     """Draw a run's checkpoints: norms at the decoder and turning over steps, and turning by layer (Fig. 5).
 
     Args:
-        points: The summary of each checkpoint by step.
+        summaries: The summary of each checkpoint, by the checkpoint's step.
     """
     figure, (step_axes, layer_axes) = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
 
     # Above: norm and turning, with a curve for each modality.
     for axes, measure in zip(step_axes, ("at_decoder", "turning"), strict=True):
         for modality, style in MODALITY_STYLES.items():
-            estimates = [summary.look(measure, modality) for summary in points.values()]
-            curve = pd.DataFrame(estimates).assign(step=list(points))
+            estimates = [summary.look(measure, modality) for summary in summaries.values()]
+            curve = pd.DataFrame(estimates).assign(step=list(summaries))
             draw_curve(axes, curve, x="step", label=modality, **style)
     step_axes[0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
     step_axes[1].set(xlabel="step", ylabel="turning, 1 − cosine")
     _add_legend_above(figure, step_axes[0])
 
     # Below: turning of each modality, with a curve for each checkpoint.
-    scale = Normalize(min(points), max(points))
+    scale = Normalize(min(summaries), max(summaries))
     colours = plt.get_cmap("viridis")
     for axes, modality in zip(layer_axes, MODALITY_STYLES, strict=True):
-        for step, summary in points.items():
+        for step, summary in summaries.items():
             colour = colours(scale(step))
             # The bands are faint, because those of many checkpoints overlap.
             draw_curve(axes, summary.curve("turning", modality), band_opacity=0.07, color=colour)
@@ -272,8 +272,8 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     score = choose_score(answers_about_own_picture(first_model))
 
     # If there are more models than styles, the styles begin again.
-    for style, (name, points) in zip(itertools.cycle(MODEL_STYLES), models.items()):
-        curve = _score_by_norm(points, score)
+    for style, (name, summaries) in zip(itertools.cycle(MODEL_STYLES), models.items()):
+        curve = _score_by_norm(summaries, score)
         draw_curve(axes, curve, x="norm", label=name[-MAX_LEGEND_CHARACTERS:], **style)
         as_it_is = curve[curve["dose"] == UNCHANGED_DOSE]
         axes.plot(as_it_is["norm"], as_it_is["mean"], color=style["color"], **RING)
@@ -286,16 +286,16 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     return figure
 
 
-def _score_by_norm(points: Mapping[tuple[float, str], Summary], score: Score) -> pd.DataFrame:
+def _score_by_norm(summaries: Mapping[tuple[float, str], Summary], score: Score) -> pd.DataFrame:
     """One model's score at each dose, with columns `dose`, `norm`, `mean`, `low` and `high`.
 
     `norm` is the norm of the image embeddings at the dose. Scores that are shares are in percent.
 
     Args:
-        points: Summaries by dose and control.
+        summaries: Summaries by dose and control.
         score: The score.
     """
-    by_dose = answers_about_own_picture(points)
+    by_dose = answers_about_own_picture(summaries)
     # sweep.csv calls the norm of image embeddings `length`.
     image_norm = get_estimate(by_dose[UNCHANGED_DOSE], "length").mean
     unit = 1 if score is Score.LOSS else 100  # the other scores are shares

@@ -112,8 +112,8 @@ class Probe:
     def __enter__(self) -> Self:
         decoder = find_decoder(self._model)
 
-        # If registering fails, leaving this context removes the hooks that are registered already. If it succeeds,
-        # `pop_all` takes the hooks out of this context, and they stay until `__exit__`.
+        # If registering fails, leaving the `with` block removes the hooks that are registered already. If it succeeds,
+        # `pop_all` takes the hooks out of the block, and they stay until `__exit__`.
         with ExitStack() as hooks:
             self._register(hooks, decoder)
             self._hooks = hooks.pop_all()
@@ -183,6 +183,7 @@ class Probe:
                 f"{tuple(embeddings.shape)}, not one hidden state for each of {self._length} tokens."
             )
 
+        # Without features, a picture's positions hold the embedding of the image token, which is only a placeholder.
         placeholder_id = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
         placeholder = self._model.get_input_embeddings()(placeholder_id)[0].to(embeddings)  # [1, hidden_size]
         image_tokens = embeddings[0, self._tokens.visual]

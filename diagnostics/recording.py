@@ -87,7 +87,7 @@ def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Messag
             role, or because a picture is too small.
     """
     try:
-        prepared = _process(processor, messages)
+        prepared = _run_processor(processor, messages)
     except (TemplateError, ValueError) as error:
         raise DiagnosticsError(f"The processor can't prepare it: {error}") from error
 
@@ -96,7 +96,7 @@ def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Messag
     return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))  # only floats are cast to the dtype
 
 
-def _process(processor: Any, messages: list[Message]) -> Any:
+def _run_processor(processor: Any, messages: list[Message]) -> Any:
     """What the processor returns for the messages.
 
     If the processor has no chat template, each text and each picture of the messages gets a line of its own.

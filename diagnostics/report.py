@@ -269,9 +269,9 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
 
 def make_sweep_table(rows: pd.DataFrame) -> pd.DataFrame:
     """The table of one model's sweep: for each dose, the scores with intervals, and what the dose does to answers."""
-    points = summaries_by_dose(rows)
-    by_dose = answers_about_own_picture(points)
-    verdict = judge_sweep(points)
+    summaries = summaries_by_dose(rows)
+    by_dose = answers_about_own_picture(summaries)
+    verdict = judge_sweep(summaries)
 
     texts = {}
     for dose, summary in by_dose.items():

@@ -102,13 +102,13 @@ class Verdict:
     kept_by_eps: float | None
 
 
-def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
+def judge_sweep(summaries: Mapping[tuple[float, str], Summary]) -> Verdict:
     """The verdict on a model.
 
     Args:
-        points: The summaries of the model's sweep by dose and control.
+        summaries: Summaries of the model's sweep by dose and control.
     """
-    by_dose = answers_about_own_picture(points)
+    by_dose = answers_about_own_picture(summaries)
     as_it_is = by_dose[UNCHANGED_DOSE]
 
     score = choose_score(by_dose)
@@ -134,12 +134,12 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
     )
 
 
-def answers_about_own_picture(points: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
+def answers_about_own_picture(summaries: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
     """The summaries of answers about a question's own picture, by dose in ascending order. Only these are judged."""
     by_dose = {}
-    for dose, control in sorted(points):
+    for dose, control in sorted(summaries):
         if control == OWN_PICTURE:
-            by_dose[dose] = points[dose, control]
+            by_dose[dose] = summaries[dose, control]
     return by_dose
 
 

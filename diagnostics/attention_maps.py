@@ -1,6 +1,6 @@
 """Maps and draws where in a picture a word looks: the attention of the word's tokens to the picture's image tokens.
 
-"The Unseen Bias" (arXiv 2512.08374) has such a figure in its App. G, but does not say which layers and heads it shows.
+"The Unseen Bias" (arXiv 2512.08374, App. G) has such a figure, but doesn't say which layers and heads it shows.
 Here a few layers are drawn, evenly spread from the first to the last, and the weights are means over heads.
 """
 

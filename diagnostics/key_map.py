@@ -2,7 +2,7 @@
 
 The divergence is the Jensen-Shannon divergence of [`~diagnostics.divergence`].
 
-MaLoRA (arXiv 2510.26721) has such a figure, but its abstract does not say which layers and heads the figure shows.
+MaLoRA (arXiv 2510.26721) has such a figure, but the abstract does not say which layers and heads the figure shows.
 Here a few layers are drawn. A token's keys of all heads are joined to one vector, and the vectors are reduced by PCA
 before t-SNE places them.
 """

@@ -138,7 +138,7 @@ def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -
 
 
 def record_baseline(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> Baseline:
-    """Record what the model's decoder does with each picture as it is, and the norms in its first layer."""
+    """Record what the decoder does with each picture if nothing is multiplied, and the norms in the first layer."""
     layers = spread_layers(len(find_decoder(model).layers))
     records = []
     layer_1_norms = []

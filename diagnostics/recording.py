@@ -20,7 +20,7 @@ from diagnostics.tokens import Inputs, TokenIds, classify_sample, token_ids
 def record_questions(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], layers: Collection[int], title: str
 ) -> list[Record]:
-    """A record of each question up to where its answer begins.
+    """The record of a forward pass over each question, up to where the answer begins.
 
     The model runs in eval mode, and afterwards each module is in the mode that it had before. The language model head,
     which computes the logits, is not run, because nothing after the decoder is measured.
@@ -57,7 +57,7 @@ def record_question(
     ids: TokenIds,
     num_kept: int,
 ) -> Record:
-    """A record of one question, with the keys and values of at most `num_kept` tokens of each modality."""
+    """The record of one question, with the keys and values of at most `num_kept` tokens of each modality."""
     inputs = prepare_inputs(model, processor, question.prompt)
     tokens = classify_sample(inputs, ids)
     key_positions = draw_positions(tokens, question.fingerprint, num_kept)

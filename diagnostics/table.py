@@ -63,7 +63,7 @@ class Summary:
         )
 
     def look(self, measure: str, modality: str = "") -> Estimate | None:
-        """The estimate of a measure, or of its mean over layers if it is by layer; `None` if it was not measured."""
+        """The estimate of a measure, averaged over layers if the measure is by layer; `None` if it is missing."""
         chosen = self._choose(measure, modality)
         without_layer = chosen[chosen["layer"].isna()]
         if without_layer.empty:

@@ -12,10 +12,10 @@ __all__ = ["Comparison", "attention_map", "compare", "measure", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the functions and the class of `__all__` when one of them is first used, not with the package.
+    """Import what `__all__` names when it is first used, not with the package.
 
-    Their modules import matplotlib and scikit-learn, which takes seconds. Training uses other modules of this package,
-    and shall not wait for these two libraries.
+    The two modules below import matplotlib and scikit-learn, which takes seconds. Training uses only other modules of
+    this package, and shall not wait for these libraries.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

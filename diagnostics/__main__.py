@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parse(parser, argv)
     names = choose_names(parser, args)
-    words_of_command = sys.argv[1:] if argv is None else argv
+    options = sys.argv[1:] if argv is None else argv
 
     questions = read_questions(args)
     check_processors(args)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions,
         data_name=Path(args.data).name,
         layers=args.layers,
-        command="python -m diagnostics " + shlex.join(words_of_command),
+        command="python -m diagnostics " + shlex.join(options),
         sweep=args.sweep,
         attention_word=args.attention_map,
     )
@@ -113,7 +113,7 @@ def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tupl
     """Load one model at a time, and yield its name in the report, the model and its processor."""
     for model_name_or_path, name in zip(args.model, names, strict=True):
         logger.info("Loading %s ...", model_name_or_path)
-        # No variable holds what `load_model` returns, because it would keep this model in memory while the next loads.
+        # The model has no variable here, because a variable would keep it in memory while the next model loads.
         yield name, *load_model(model_name_or_path, **model_options(args))
 
 
@@ -121,11 +121,11 @@ def add_weights_fingerprints(comparison: Comparison, models: Sequence[str]) -> C
     """A copy of a comparison, in which each model's report has the fingerprint of the model's weights.
 
     Args:
-        comparison: The comparison of the models that were measured so far.
+        comparison: The comparison of the models measured so far.
         models: Folder or Hub id of every model, in the order in which they are measured.
     """
     model_reports = []
-    # Models that are not measured yet have no report. They come last, and `strict=False` leaves them out.
+    # The last models may not be measured yet, and then have no report. `strict=False` leaves them out.
     for model_report, model_name_or_path in zip(comparison.report.models, models, strict=False):
         fingerprint = weights_fingerprint(Path(model_name_or_path))  # `None` for a model on the Hub
         model_reports.append(replace(model_report, weights=fingerprint))

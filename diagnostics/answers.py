@@ -20,12 +20,12 @@ from diagnostics.parts import DiagnosticsError
 # A question as chat messages.
 Prompt = list[dict[str, Any]]
 
-# Number of prompts that `answer_prompts` gives the model at a time.
+# Number of prompts that `answer_prompts` gives the model in one batch.
 BATCH_SIZE = 50
 # Options of `generate` for plain greedy decoding. They are needed because a checkpoint's own generation config may ask
 # for sampling or set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-# Number of answers that `likeliest` gives the model at a time.
+# Number of answers that `likeliest` gives the model in one batch. After each batch the search may end early.
 CHUNK_SIZE = 8
 
 
@@ -87,16 +87,16 @@ def answer_prompts(
 def answer_ids(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     """Token ids of an answer as the chat template writes it after the prompt, with the token that ends the turn.
 
-    Some templates change the answer's text, or end a turn without a special token. For these, the ids are those of the
-    answer's own text and of the tokenizer's end token.
+    Some templates change the answer's text, or end a turn without a special token. For these templates, the ids are
+    those of the answer itself and of the tokenizer's end token.
     """
     tokenizer = getattr(processor, "tokenizer", processor)  # `processor` may itself be a tokenizer
     ids = _ids_after_prompt(processor, prompt, answer)
-    end = _find_special_token(tokenizer, ids)
-    if end is not None:
-        written_answer = tokenizer.decode(ids[:end]).strip()
+    end_index = _find_special_token(tokenizer, ids)
+    if end_index is not None:
+        written_answer = tokenizer.decode(ids[:end_index]).strip()
         if written_answer == answer:
-            return ids[: end + 1]
+            return ids[: end_index + 1]
     return tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
 
 
@@ -110,7 +110,7 @@ def _ids_after_prompt(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     try:
         prompt_text = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         conversation_text = processor.apply_chat_template([*prompt, answer_message], tokenize=False)
-    except (TypeError, ValueError, TemplateError):  # There is no template, or it can't write content that is a list.
+    except (TypeError, ValueError, TemplateError):  # no template, or a template that can't write content in a list
         return []
 
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -163,8 +163,8 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
 def cache_argument(model: PreTrainedModel) -> str:
     """The name of the argument by which a model takes a cache.
 
-    Older versions of transformers call it `past_key_values`, and newer ones `cache`. From 5.40 on, transformers no
-    longer accepts the old name.
+    Older versions of transformers call the argument `past_key_values`, and newer versions `cache`. From 5.40 on,
+    transformers no longer accepts the old name.
     """
     parameters = inspect.signature(model.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
@@ -189,7 +189,7 @@ def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[
     cache = copy.deepcopy(state.cache)  # the model adds to it
     try:
         cache.batch_repeat_interleave(len(answers))
-    except AttributeError as error:  # A layer without attention has a cache that can't be repeated.
+    except AttributeError as error:  # the cache of a layer without attention can't be repeated
         raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
 
     # The model reads all tokens of an answer except the last, because what follows the last token doesn't matter. It
@@ -201,16 +201,16 @@ def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[
         padded_answers[index, : len(answer)] = torch.tensor(answer)
 
     # No attention mask is given, because decoders with positions in three axes (Qwen2-VL) take no mask together with a
-    # cache. None is needed: padding comes after the answer, and tokens attend only to earlier tokens.
+    # cache. A mask isn't needed: padding comes after the answer, and tokens attend only to earlier tokens.
     logits = model(input_ids=padded_answers[:, :-1], **{cache_argument(model): cache}).logits
     log_probabilities = logits.float().log_softmax(dim=-1)  # [num_answers, padded_length - 1, vocab_size]
 
     distributions_by_answer = []
     for answer, log_probabilities_of_answer in zip(answers, log_probabilities, strict=True):
-        of_first_token = state.first_log_probabilities[None]  # [1, vocab_size]
-        # Row i is what the model predicts after token i, so it holds the log-probabilities of token i + 1.
-        of_later_tokens = log_probabilities_of_answer[: len(answer) - 1]
-        distributions_by_answer.append(torch.cat([of_first_token, of_later_tokens]))
+        first_row = state.first_log_probabilities[None]  # [1, vocab_size]
+        # After reading token i, the model predicts token i + 1. What it predicts from the last token on is left out.
+        later_rows = log_probabilities_of_answer[: len(answer) - 1]
+        distributions_by_answer.append(torch.cat([first_row, later_rows]))
     return distributions_by_answer
 
 
@@ -230,7 +230,7 @@ def likeliest(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequ
     first_scores = state.first_log_probabilities[first_tokens]  # [num_answers]
     order = first_scores.argsort(descending=True, stable=True)  # indices of answers
 
-    best_index = -1
+    best_index = -1  # no answer yet
     best_score = -torch.inf
     for chunk in order.split(CHUNK_SIZE):
         highest_possible_score = first_scores[chunk[0]]  # `order` descends, so no answer from here on can score more

@@ -20,7 +20,7 @@ KEYS_MODULES = ("k_norm", "k_layernorm", "k_proj")
 
 
 class AttentionCalls(ExitStack):
-    """Records the attention of a decoder's layers over one sample of `S` tokens, until the context is left or closed.
+    """Records the attention of a decoder's layers over one sample of `S` tokens, as long as the context is open.
 
     At every call, an attention module of transformers looks up its attention function by name, `"sdpa"`. While the
     context is open, this name stands for a function that records its arguments and then calls transformers' own.
@@ -86,11 +86,11 @@ class AttentionCalls(ExitStack):
         for module in self._layer_numbers:  # all modules of the chosen layers; only attention has a keys module
             keys_module = find_keys_module(module)
             if keys_module is not None:
-                handle = keys_module.register_forward_hook(partial(self._see_keys, module))
+                handle = keys_module.register_forward_hook(partial(self._keep_keys, module))
                 self.callback(handle.remove)
 
-    def _see_keys(self, attention: nn.Module, keys_module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        """A forward hook of the keys module of `attention`, which keeps the keys until `_record` takes them."""
+    def _keep_keys(self, attention: nn.Module, keys_module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        """Forward hook of the keys module of `attention`: keeps the keys until `_record` takes them."""
         self._projected_keys[attention] = output.detach()[0]  # the batch has one sample
 
     def _replace_attention(self) -> None:
@@ -171,8 +171,8 @@ def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> to
     norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     norms_after = torch.linalg.vector_norm(rotated, dim=-1, dtype=torch.float32)
 
-    # Rounding changes a norm by a few eps of the keys' dtype. In float32 that is next to nothing, so at least 1e-3 is
-    # allowed. The tolerance is relative to the key's norm plus the mean norm, so that it isn't 0 for a key near 0.
+    # Rounding changes a norm by a few eps of the keys' dtype. In float32 an eps is next to nothing, so the norms may
+    # differ by 1e-3 in any dtype. The mean norm is added so that the tolerance isn't 0 for a key near 0.
     relative_tolerance = max(8 * torch.finfo(rotated.dtype).eps, 1e-3)
     tolerance = relative_tolerance * (norms_after + norms_after.mean())
     has_same_norm = (norms_before - norms_after).abs() <= tolerance  # False where a norm is infinite or NaN

@@ -1,6 +1,6 @@
 """Maps and draws where in a picture a word looks: the attention of the word's tokens to the picture's image tokens.
 
-"The Unseen Bias" (arXiv 2512.08374) has such a figure in its App. G, but does not say which layers and heads it shows.
+"The Unseen Bias" (arXiv 2512.08374, App. G) has such a figure, but doesn't say which layers and heads it shows.
 Here a few layers are drawn, evenly spread from the first to the last, and the weights are means over heads.
 """
 
@@ -32,6 +32,10 @@ from diagnostics.tokens import Inputs
 NUM_LAYERS = 4
 # Largest number of pictures that the report shows.
 MAX_PICTURES = 3
+# Number of characters of a model's name, and of a text, that are shown above a row of maps. A longer name keeps its
+# end, because the names of checkpoints differ at their end.
+NAME_CHARACTERS = 40
+TEXT_CHARACTERS = 60
 # matplotlib's colour map from yellow to red.
 COLOURS = "YlOrRd"
 # Opacity of the strongest attention in a drawing. The opacity of no attention is 0.
@@ -220,7 +224,7 @@ def map_attention(
 def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_image_tokens: int) -> tuple[int, int]:
     """Number of rows and number of columns in which the image tokens lie on their picture.
 
-    They are known only if each image token is one patch of one picture.
+    These numbers are known only if each image token is one patch of one picture.
 
     Args:
         model: The model, whose config has the size of a patch.
@@ -277,7 +281,8 @@ def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Te
     positions = []
     token_start = 0
     for index in range(len(ids)):
-        # A letter may consist of several tokens. Until the last of them it is decoded as "�", which doesn't count.
+        # A letter may consist of several tokens. Without its last token the letter is decoded as "�", which doesn't
+        # count.
         text_so_far = tokenizer.decode(ids[: index + 1]).rstrip("�")
         token_end = len(text_so_far)
         if token_start < match.end() and token_end > match.start():
@@ -347,9 +352,9 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
 
     for row_of_axes, (name, word_map) in zip(axes, figure_rows, strict=True):
         row_of_axes[0].imshow(word_map.picture)
-        row_of_axes[0].set_title(name[-40:], loc="left", fontweight="bold")  # of a long path, the end says most
+        row_of_axes[0].set_title(name[-NAME_CHARACTERS:], loc="left", fontweight="bold")
         text_on_one_line = " ".join(word_map.text.split())
-        row_of_axes[1].set_title(f"“{word_map.word}” in: {text_on_one_line[:60]}", loc="left")
+        row_of_axes[1].set_title(f"“{word_map.word}” in: {text_on_one_line[:TEXT_CHARACTERS]}", loc="left")
         _draw_map(row_of_axes[1:], word_map, scale)
 
     bar = figure.colorbar(
@@ -362,7 +367,7 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
 def choose_scale(maps: Sequence[AttentionMap]) -> Normalize:
     """The scale of colours for the [`relative_weights`] of several maps.
 
-    It reaches at least to 2, so that small differences in nearly even attention aren't drawn in strong colours.
+    The scale reaches at least to 2, so that small differences in nearly even attention aren't drawn in strong colours.
     """
     weights_by_map = [relative_weights(word_map).ravel() for word_map in maps]
     all_weights = np.concatenate(weights_by_map)
@@ -392,4 +397,5 @@ def _draw_map(axes: Sequence[Axes], word_map: AttentionMap, scale: Normalize) ->
 
         share = word_map.weights[index].sum()
         label = f"layer {layer}, {share:.0%} on picture"
+        # In the middle, just below the map.
         axis.text(0.5, -0.04, label, fontsize=7, ha="center", va="top", transform=axis.transAxes)

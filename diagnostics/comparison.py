@@ -193,11 +193,11 @@ def measure_models(
         attention_word: Also map what this word of the questions or answers looks at.
 
     Raises:
-        DiagnosticsError: if no question has the word. Also if a model can't be measured; the message then begins with
-            the model's name.
+        DiagnosticsError: if no question has the word, or if a model can't be measured. The message about a model
+            begins with the model's name.
     """
     if attention_word is not None:
-        # This raises an error if no question has the word. The error shall come before the first model is loaded.
+        # Called only for the error that no question has the word, which shall come before the first model is loaded.
         questions_with_word(questions.questions, attention_word)
 
     results: dict[str, ModelResults] = {}
@@ -208,7 +208,7 @@ def measure_models(
             )
         except DiagnosticsError as error:
             raise DiagnosticsError(f"{name}: {error}") from error
-        # `models` may load the next model when the loop goes on. By then nothing shall keep this model in memory.
+        # If `models` is a generator, it loads the next model when the loop goes on. This model shall be freed by then.
         del model, processor
 
         yield join_results(results, questions, data_name, command)
@@ -271,9 +271,9 @@ def measure_questions(
     records = record_questions(model, processor, questions, chosen_layers, title=f"{name}: pictures")
     tables = [measure_all(model, records)]
     for space in ("keys", "values"):
-        distances = measure_space(space, records)
-        if distances is not None:  # there are enough tokens to compare
-            tables.append(distances)
+        rows_of_space = measure_space(space, records)
+        if rows_of_space is not None:  # there are enough tokens to compare
+            tables.append(rows_of_space)
     rows = pd.concat(tables, ignore_index=True)
 
     report = ModelReport(

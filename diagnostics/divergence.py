@@ -2,9 +2,8 @@
 
 MaLoRA (arXiv 2510.26721) standardizes keys, reduces them by PCA, and measures the Jensen-Shannon divergence between
 the keys of image and text tokens. We have read only its abstract, which leaves the details open. Here the divergence
-is in bits: 0 for equal distributions, 1 for
-distributions without a common value. It is computed from histograms, one for each of ten principal components, and
-averaged over the components. Each model has its own principal components.
+is in bits: 0 for equal distributions, 1 for distributions without a common value. It is computed from a histogram of
+each of ten principal components, and averaged over the components. Each model has its own principal components.
 """
 
 import numpy as np
@@ -16,12 +15,12 @@ from sklearn.decomposition import PCA
 COMPONENTS = 10
 # Number of bins of a component's histogram.
 BINS = 16
-# Two random halves of the pictures differ only by chance. The floor is this quantile of the divergence between halves,
-# over many pairs of halves. A divergence between modalities that is below the floor says nothing.
+# Two random halves of the pictures differ only by chance. The floor of the divergence is this quantile of the
+# divergences of many pairs of halves. A divergence between modalities that is below the floor says nothing.
 FLOOR_QUANTILE = 0.95
 # Pairs of sets of tokens; the divergence between the two sets of each pair is measured. Tokens are in numbered groups,
-# and a set consists of whole groups. The first array tells for each pair which groups are in its first set, and the
-# second array which groups are in its second set: boolean, `(num_pairs, num_groups)` each.
+# and a set consists of whole groups. The first array holds for each pair a mask of the groups in the pair's first set,
+# and the second array a mask of the groups in its second set, `(num_pairs, num_groups)` each.
 SetPairs = tuple[np.ndarray, np.ndarray]
 
 
@@ -55,9 +54,9 @@ def measure_divergence(
 def histogram_divergence(points: np.ndarray, groups: np.ndarray, pairs: SetPairs) -> np.ndarray:
     """Jensen-Shannon divergence in bits between the two sets of each pair, `(num_pairs,)`.
 
-    It is the mean over the principal components of all points, weighted by the variance that each component explains.
-    Both sets have the same bins, `BINS` for each component. The bins' edges are quantiles of all points, so that each
-    bin holds equally many points even if there are outliers.
+    The divergence is the mean over principal components, weighted by the variance that each component explains. Both
+    sets have the same bins, `BINS` for each component. The bins' edges are quantiles of all points, so that each bin
+    holds equally many points even if there are outliers.
 
     Args:
         points: One head's keys or values, `(num_tokens, head_dim)`.
@@ -77,7 +76,7 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, pairs: SetPairs
 
     divergences = []
     for component in components.T:
-        inner_edges = np.quantile(component, np.arange(1, BINS) / BINS)
+        inner_edges = np.quantile(component, np.arange(1, BINS) / BINS)  # [BINS - 1]
         bin_of_token = np.searchsorted(inner_edges, component, side="right")
         histograms = np.zeros((num_groups, BINS))
         np.add.at(histograms, (groups, bin_of_token), 1)  # counts the tokens of each group in each bin

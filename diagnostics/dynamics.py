@@ -75,7 +75,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     path = run / FILE
     models_by_step = find_models(run, start)
     table = read_table(path)
-    # Each row of the file has this fingerprint of the questions and the dtype that it was measured with.
+    # Each row of the file has a fingerprint of the questions and the dtype with which the row was measured.
     measured_as = fingerprint_measurement(questions, options.get("dtype"))
     is_comparable = table["measured_as"] == measured_as
     if not is_comparable.all():
@@ -95,7 +95,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
         rows = _measure_checkpoint(name, questions, **options)
         rows = rows.assign(step=step, weights=weights, measured_as=measured_as)
 
-        # If the table has rows of this step, they are dropped: a resumed run has replaced their checkpoint since.
+        # Rows of this step with other weights are dropped: a resumed run has replaced the checkpoint since.
         other_steps = table[~is_this_step]
         # An empty table is not concatenated, because pandas would warn.
         table = rows if other_steps.empty else pd.concat([other_steps, rows])
@@ -124,7 +124,7 @@ def find_models(run: Path, start: str | None) -> dict[int, str]:
 
 
 def fingerprint_measurement(questions: Sequence[Question], dtype: str | None) -> str:
-    """A fingerprint of pictures, texts and dtype: two checkpoints can be compared only if these are the same."""
+    """A fingerprint of pictures, texts and dtype. Checkpoints can be compared only if their fingerprints are equal."""
     contents = []
     for question in questions:
         texts = []
@@ -134,7 +134,7 @@ def fingerprint_measurement(questions: Sequence[Question], dtype: str | None) ->
 
     description = repr((contents, dtype))
     digest = hashlib.sha256(description.encode()).hexdigest()
-    return digest[:16]  # long enough that two measurements don't get the same by chance
+    return digest[:16]  # long enough that two measurements don't get the same fingerprint by chance
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -142,7 +142,7 @@ def read_table(path: Path) -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame({"step": [], "weights": [], "measured_as": []})
 
-    # "Int64" holds integers of which some are missing. A fingerprint of digits alone is to stay a text.
+    # "Int64" allows missing integers. A fingerprint that happens to have only digits has to stay a text.
     types = {"layer": "Int64", "picture": "Int64", "weights": str, "measured_as": str}
     table = pd.read_csv(path, dtype=types)
     return table.fillna({"modality": ""})  # pandas reads an empty text as NaN
@@ -154,7 +154,7 @@ def _measure_checkpoint(name: str, questions: Sequence[Question], **options: Any
     This is a function of its own so that the model, its local variable, is freed before the next checkpoint is loaded.
     """
     model, processor = load_model(name, **options)
-    records = record_questions(model, processor, questions, layers=(), title=name)
+    records = record_questions(model, processor, questions, layers=(), title=name)  # no layer's attention is measured
     return measure_all(model, records)
 
 

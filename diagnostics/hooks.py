@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_projector, find_projector_norm
 
 
-# Names that a decoder layer may give the norm module before its MLP. If a layer has modules of several of these names,
-# the one that the layer defines last is the one before the MLP.
+# Names that a decoder layer may give the norm module before its MLP. If a layer has several modules with these names,
+# the module that it defines last is before the MLP.
 MLP_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm")
 
 
 class InterfaceHooks(ExitStack):
-    """Calls a function with the tensor at each place of the modality interface, until the context is left or closed.
+    """Calls a function with the tensor at each place of the modality interface, as long as the context is open.
 
     The places, in the order in which the tensors are computed:
 
@@ -29,8 +29,8 @@ class InterfaceHooks(ExitStack):
     - `"before_mlp"`: the first layer's input plus the output of its attention; only if a norm module is before the MLP
     - `"after_mlp"`: output of the first layer
 
-    The function gets the tensor that the forward pass uses, `(..., width)`. It is called every time that the model
-    computes the tensor, and so again where gradient checkpointing recomputes it in the backward pass.
+    The function gets the tensor that the forward pass uses, `(..., width)`. If gradient checkpointing recomputes the
+    tensor in the backward pass, the function is called again.
 
     Args:
         model: The model. The hooks are removed from it when the context is left.
@@ -89,8 +89,8 @@ class InterfaceHooks(ExitStack):
             features = _first_float_tensor([*args, *kwargs.values()])
             projected = output if isinstance(output, torch.Tensor) else _first_float_tensor(output)
 
-            # Ovis2's projector is an embedding table, which Ovis2 also calls with token ids, to embed the tokens
-            # around a picture. Ids are integers, so `features` is `None` in such a call, and the call is passed over.
+            # Ovis2's projector is an embedding table, which Ovis2 also calls with the ids of the tokens around a
+            # picture. Ids are integers, so `features` is `None` in such a call, which is ignored.
             if features is not None and projected is not None:
                 self._on_place("projector_input", features)
                 self._on_place("projector_output", projected)
@@ -98,8 +98,8 @@ class InterfaceHooks(ExitStack):
         self._remove_on_exit(projector.register_forward_hook(pass_input_and_output, with_kwargs=True))
 
     def _watch_norm(self, norm: nn.Module | None) -> None:
-        """Call the function at `"norm_input"`. No note is made without a norm module, which only a NormLlava has."""
-        if norm is None:
+        """Call the function at `"norm_input"`."""
+        if norm is None:  # no note, because only a NormLlava has this module
             return
 
         def pass_input(module: nn.Module, args: Any) -> None:
@@ -140,12 +140,12 @@ class InterfaceHooks(ExitStack):
 def find_mlp_norm(layer: nn.Module) -> nn.Module | None:
     """The norm module before a decoder layer's MLP; `None` if there is none.
 
-    Its input is the layer's input plus the output of the layer's attention.
+    The input of this module is the layer's input plus the output of the layer's attention.
     """
     children = dict(layer.named_children())  # modules by name
 
-    # OLMo 2 has a norm module after attention and another after the MLP, but none before the MLP. The name of the one
-    # after attention is in `MLP_NORMS`, but its input is the output of attention alone.
+    # OLMo 2 has a norm module after attention and one after the MLP, but none before the MLP. The norm after attention
+    # has a name in `MLP_NORMS`, but gets the output of attention alone.
     if "post_feedforward_layernorm" in children and "pre_feedforward_layernorm" not in children:
         return None
 

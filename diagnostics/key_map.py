@@ -2,7 +2,7 @@
 
 The divergence is the Jensen-Shannon divergence of [`~diagnostics.divergence`].
 
-MaLoRA (arXiv 2510.26721) has such a figure, but its abstract does not say which layers and heads the figure shows.
+MaLoRA (arXiv 2510.26721) has such a figure, but the abstract does not say which layers and heads the figure shows.
 Here a few layers are drawn. A token's keys of all heads are joined to one vector, and the vectors are reduced by PCA
 before t-SNE places them.
 """
@@ -17,7 +17,15 @@ from sklearn.decomposition import PCA
 from sklearn.manifold import TSNE
 
 from diagnostics.keys import take_points
-from diagnostics.plots import DOTTED, MODALITY_COLOURS, MODEL_STYLES, WIDTH, draw_curve, styled
+from diagnostics.plots import (
+    DOTTED,
+    MAX_TITLE_CHARACTERS,
+    MODALITY_COLOURS,
+    MODEL_STYLES,
+    WIDTH,
+    draw_curve,
+    styled,
+)
 from diagnostics.probe import Record
 from diagnostics.table import Summary
 
@@ -45,7 +53,7 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
     Returns:
         A row for each token in each of at most `MAX_LAYERS` layers, with columns `layer`, `modality`, `x` and `y`.
     """
-    # A layer has one row of `keys.jsd`. The row of their mean over layers has no layer.
+    # A layer with enough keys has one row of `keys.jsd`. The row of the mean over layers has no layer.
     rows_of_divergence = measured[measured["measure"] == "keys.jsd"]
     layers = sorted(rows_of_divergence["layer"].dropna().astype(int))
     if not layers:
@@ -61,8 +69,8 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
 def place_layer(records: Sequence[Record], layer: int) -> pd.DataFrame:
     """What [`place_keys`] returns for one layer."""
     points = take_points("keys", layer, records)
-    # `points.scaled` has all image tokens first, and then as many text tokens. `points.pictures` has the number of the
-    # picture that each image token, and so also each text token, is from.
+    # `points.scaled` has all image tokens first, and then as many text tokens. `points.pictures` has an entry for each
+    # image token.
     num_per_modality = len(points.pictures)
     modalities = ["visual"] * num_per_modality + ["text"] * num_per_modality
 
@@ -79,7 +87,7 @@ def project_to_plane(vectors: np.ndarray) -> np.ndarray:
     """
     num_components = min(COMPONENTS, *vectors.shape)  # PCA finds no more than there are vectors or coordinates
     reduced = PCA(num_components, random_state=SEED).fit_transform(vectors)
-    # t-SNE needs a perplexity below the number of vectors. A quarter of the number is well below it.
+    # t-SNE needs a perplexity below the number of vectors. A quarter of this number is small enough.
     perplexity = min(PERPLEXITY, len(vectors) / 4)
     return TSNE(perplexity=perplexity, init="pca", random_state=SEED).fit_transform(reduced)
 
@@ -92,15 +100,13 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
         models: The summary of each model in `placed`, by the model's name.
         placed: What [`place_keys`] returns for each model, with a column `model`.
     """
-    # The first column is for the divergence, and each other column for a layer.
     num_layers_by_model = placed.groupby("model")["layer"].nunique()
-    num_layers = int(num_layers_by_model.max())
-    num_columns = 1 + num_layers
+    max_layers = int(num_layers_by_model.max())
     figure, axes = plt.subplots(
         len(models),
-        num_columns,
+        1 + max_layers,  # a column for the divergence, and one for each layer
         figsize=(WIDTH, 0.6 + 1.9 * len(models)),  # in inches: 0.6 for the legends, 1.9 for each row
-        width_ratios=[1.15] + [1] * num_layers,  # only the first column has ticks and a vertical label
+        width_ratios=[1.15] + [1] * max_layers,  # only the first column has ticks and a vertical label
         squeeze=False,
         layout="constrained",
     )
@@ -108,7 +114,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
     for row_of_axes, (name, summary) in zip(axes, models.items(), strict=True):
         divergence_axis = row_of_axes[0]
         _draw_divergence(divergence_axis, summary)
-        divergence_axis.set_title(name[-80:], loc="left", fontweight="bold")  # of a long path, the end says most
+        divergence_axis.set_title(name[-MAX_TITLE_CHARACTERS:], loc="left", fontweight="bold")
 
         tokens_by_layer = placed[placed["model"] == name].groupby("layer")
         layer_axes = row_of_axes[1 : 1 + len(tokens_by_layer)]

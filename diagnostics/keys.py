@@ -23,13 +23,13 @@ from diagnostics.table import jackknife_rows, make_rows
 from diagnostics.tokens import Tokens
 
 
-# About how many tokens of each modality are compared, over all pictures.
+# About the largest number of tokens of each modality that are compared, over all pictures.
 MAX_TOKENS = 256
-# With fewer tokens of each modality than this, no distance is measured, because it would say nothing.
+# With fewer tokens of each modality than this, no distance is measured, because the distance would say nothing.
 MIN_TOKENS = 8
 # Bandwidths of MMD's kernel, in multiples of the mean squared distance between two tokens.
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# Number of times that the pictures are split into random halves. The distance between halves shows what is chance.
+# Number of times that the pictures are split into random halves, whose tokens differ only by chance.
 HALVES = 200
 # Largest number of folds in the linear probe's cross-validation.
 MAX_FOLDS = 5
@@ -60,7 +60,7 @@ def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.Dat
 
 
 class Points(NamedTuple):
-    """Keys or values of one layer, for as many image tokens as text tokens of each picture, `n` of each over all.
+    """Keys or values of one layer: of `n` image tokens and `n` text tokens, equally many of both from each picture.
 
     Attributes:
         visual: Keys or values of image tokens, `(n, num_heads, head_dim)`.
@@ -114,7 +114,7 @@ def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
         image_vectors = vectors[is_image_token]
         text_vectors = vectors[is_text_token]
 
-        # The count is 0 if all kept tokens of a modality turned out to be sinks, which are in neither mask.
+        # The count is 0 if all kept tokens of a modality are sinks, which are in neither mask.
         count = min(len(image_vectors), len(text_vectors))
         visual.append(take_evenly(image_vectors, count))
         text.append(take_evenly(text_vectors, count))
@@ -183,19 +183,16 @@ def make_set_pairs(num_pictures: int, rng: np.random.Generator) -> AllSetPairs:
 
 
 def image_groups(pictures: np.ndarray) -> np.ndarray:
-    """The groups that hold the image tokens of some pictures, as a mask of all groups.
+    """Masks of the groups that hold the image tokens of chosen pictures, `(num_pairs, 2 * num_pictures)`.
 
     Args:
-        pictures: For each pair of sets, a mask of the pictures, `(num_pairs, num_pictures)`.
-
-    Returns:
-        For each pair of sets, a mask of the groups, `(num_pairs, 2 * num_pictures)`.
+        pictures: For each pair of sets, a mask of the chosen pictures, `(num_pairs, num_pictures)`.
     """
     return np.concatenate([pictures, np.zeros_like(pictures)], axis=1)
 
 
 def text_groups(pictures: np.ndarray) -> np.ndarray:
-    """The groups that hold the text tokens of some pictures, in the same form as [`image_groups`]."""
+    """Masks of the groups that hold the text tokens of chosen pictures, in the same form as [`image_groups`]."""
     return np.concatenate([np.zeros_like(pictures), pictures], axis=1)
 
 
@@ -203,7 +200,7 @@ def _measure_layer(layer: int, points: Points, set_pairs: AllSetPairs) -> pd.Dat
     """Rows of one layer's measures. MMD², divergence and the linear probe's accuracy are medians over heads."""
     heads = points.scaled.transpose(1, 0, 2)  # [num_heads, 2n, head_dim]
     kernels = [kernel_matrix(head) for head in heads]
-    # Groups are the image tokens of each picture, and then the text tokens of each picture.
+    # The first groups are the image tokens of each picture, the others the text tokens of each picture.
     picture_of_group = np.tile(np.arange(points.num_pictures), 2)
 
     def median_mmd(pairs: SetPairs) -> np.ndarray:
@@ -304,7 +301,7 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
     pictures = groups % num_pictures
     is_image_token = groups < num_pictures
     num_folds = min(MAX_FOLDS, len(np.unique(pictures)))
-    classifier = LogisticRegression(max_iter=1000)
+    classifier = LogisticRegression(max_iter=1000)  # scikit-learn's default of 100 is often too few to converge
     scores = cross_val_score(classifier, points, is_image_token, groups=pictures, cv=GroupKFold(num_folds))
     return float(scores.mean())
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_UNREADABLE = 100
 # The question about pictures that come without rows, if the user gives no other question.
 QUESTION = "Describe this picture."
-# Suffixes of picture files. Pillow can't read HEIC (`.heic`, `.heif`). These two suffixes are listed all the same, so
-# that such a file is reported as unreadable and not ignored in silence.
+# Suffixes of picture files. Pillow can't read HEIC (`.heic`, `.heif`). The two suffixes are listed so that a HEIC file
+# is reported as unreadable and not ignored in silence.
 PICTURE_SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # A chat message: its role, and its content as a list of texts and pictures.
 Message = dict[str, Any]
@@ -119,8 +119,7 @@ def load_model(
         AutoModelForImageTextToText, name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
 
-    # These two functions raise an error for a model that can't be measured. They are called only for this error, so
-    # that it comes before anything is measured.
+    # Called only for the errors that these functions raise if a model can't be measured.
     image_token_id(model)
     find_decoder(model)
 
@@ -214,7 +213,6 @@ def load_questions(
     paths = find_pictures(Path(data))
     rows: Iterable[Row]
     if paths is None:
-        # With streaming, rows on the Hub are downloaded one by one, and not the whole dataset.
         is_on_hub = not find_source(str(data)).is_local
         rows = load_rows(str(data), image_folder, split=split, streaming=is_on_hub)
     else:
@@ -226,7 +224,7 @@ def load_questions(
 def find_pictures(data: Path) -> list[Path] | None:
     """The picture files that `--data` names: one picture, or the pictures of a folder; `None` if it names rows.
 
-    A folder that holds rows names rows, even if there are pictures beside them.
+    A folder with rows names the rows, even if there are pictures beside them.
     """
     data = data.expanduser()
     if data.is_file():
@@ -236,8 +234,7 @@ def find_pictures(data: Path) -> list[Path] | None:
     if not data.is_dir():
         return None
 
-    # A folder with a JSON file, and a folder that `save_to_disk` wrote, hold rows. `find_source` tells them from any
-    # other folder, whose kind is "dataset".
+    # For `find_source`, a folder is a "dataset" unless it has a JSON file of rows or was written by `save_to_disk`.
     if find_source(str(data)).kind != "dataset":
         return None
     # Rows may also be in loose dataset files, such as Parquet, or in a metadata file beside the pictures.
@@ -256,7 +253,7 @@ def is_picture(path: Path) -> bool:
 
 
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
-    """The questions of the first rows that have a picture before their first answer, each about another picture.
+    """The questions of the first rows that have a picture before their first answer, each about a different picture.
 
     Malformed rows, and rows with a broken or missing picture, are skipped with a warning.
 
@@ -292,12 +289,12 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
             taken.setdefault(question.fingerprint, question)
 
     if not taken:
-        reason = ""
+        about_unreadable = ""
         if unreadable:
-            reason = f" Rows that can't be read: {len(unreadable)}, the first: {unreadable[0]}"
+            about_unreadable = f" Rows that can't be read: {len(unreadable)}, the first: {unreadable[0]}"
         raise DiagnosticsError(
             f"{data} has no pictures to ask about ({passed_over} rows without one before the first answer). Give "
-            f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
+            f"rows with `image` or `images` and `conversations`, or a folder of pictures.{about_unreadable}"
         )
     return Questions(list(taken.values()), passed_over, unreadable)
 

@@ -20,7 +20,7 @@ from diagnostics.probe import TINY, Record
 from diagnostics.table import make_rows, ratio_rows
 
 
-# `input_scale` takes two factors as equal if they differ by less than this share.
+# `input_scale` takes two factors as equal if they differ by no more than this share.
 SCALE_TOLERANCE = 0.02
 
 
@@ -57,8 +57,8 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
         text_ids = record.input_ids[record.tokens.text]
         embedded_norms.append(vocabulary[text_ids])
 
-    # A decoder that multiplies its input multiplies image and text tokens alike. The norms of embeddings are
-    # multiplied by the same factor, so that they can be compared with norms at the decoder.
+    # Some decoders multiply their input, image and text tokens alike. The norms of embeddings are multiplied by the
+    # same factor, so that they can be compared with norms at the decoder.
     scale = input_scale(torch.cat(text_norms), torch.cat(embedded_norms))
     # The mean norm of all text embeddings. The paper gives image tokens this norm.
     target = text_norm_target(scale * vocabulary)
@@ -93,7 +93,7 @@ def mean_by_sample(samples: Sequence[torch.Tensor]) -> np.ndarray:
 
 
 def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
-    """The factor by which a decoder multiplies its input before the first layer, as Granite's does; 1 if it doesn't.
+    """The factor by which a decoder, such as Granite's, multiplies its input before the first layer; 1 if it has none.
 
     Args:
         entering: Norms of text tokens at the decoder's first layer, `(num_tokens,)`.
@@ -126,7 +126,7 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
 
     num_layers = len(cosines[0])
     layers = range(num_layers)
-    # There is the norm of each layer's input, and after these the norm of the last layer's output.
+    # Norms are those of each layer's input, and then of the last layer's output.
     norm_layers = range(num_layers + 1)
 
     tables = []
@@ -167,7 +167,7 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
     if not layers:
         return None
 
-    # By measure, a list with an entry for each picture. An entry is a list of the shares in each layer.
+    # For each measure and picture, the share in each layer.
     shares: dict[str, list[list[float]]] = {
         "attention": [],
         "attention_even": [],
@@ -179,18 +179,17 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
         # Uniform attention has the same weight for each key that a query sees.
         even = [record.visible[layer][None] for layer in layers]  # [1, num_queries, S] each
 
-        # These two shares are over all keys. A sink (a token with a massive norm) at a picture's position counts as an
-        # image token.
-        is_image_token = record.tokens_with_sinks.visual
-        is_any_key = torch.ones_like(is_image_token)
-        shares["attention"].append(attention_shares(measured, is_image_token, is_any_key))
-        shares["attention_even"].append(attention_shares(even, is_image_token, is_any_key))
+        # Shares over all keys. A sink (a token with a massive norm) at a picture's position counts as an image token.
+        image_keys_with_sinks = record.tokens_with_sinks.visual
+        all_keys = torch.ones_like(image_keys_with_sinks)
+        shares["attention"].append(attention_shares(measured, image_keys_with_sinks, all_keys))
+        shares["attention_even"].append(attention_shares(even, image_keys_with_sinks, all_keys))
 
-        # These two shares are over ordinary keys, the image and text tokens that are no sinks.
-        is_image_key = record.tokens.visual
-        is_ordinary_key = is_image_key | record.tokens.text
-        shares["attention_without_sinks"].append(attention_shares(measured, is_image_key, is_ordinary_key))
-        shares["attention_even_without_sinks"].append(attention_shares(even, is_image_key, is_ordinary_key))
+        # Shares over image and text tokens that are no sinks.
+        image_keys = record.tokens.visual
+        ordinary_keys = image_keys | record.tokens.text
+        shares["attention_without_sinks"].append(attention_shares(measured, image_keys, ordinary_keys))
+        shares["attention_even_without_sinks"].append(attention_shares(even, image_keys, ordinary_keys))
 
     return pd.concat([make_rows(measure, by_picture, layers=layers) for measure, by_picture in shares.items()])
 
@@ -215,11 +214,11 @@ def attention_shares(
 
 
 def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
-    """How far the keys and values of a picture's image tokens have turned from the `baseline` record of the picture.
+    """How far the keys and values of a picture's image tokens have turned from those in `baseline`.
 
-    A sweep multiplies the image tokens that enter the decoder. `baseline` is the record without multiplication. A turn
-    is 1 minus the cosine of a key or value and the same key or value in the baseline. The first layer is left out,
-    because the sweep changes only the norm of its input, not the direction.
+    A sweep multiplies the image tokens that enter the decoder, and `baseline` is the picture's record without
+    multiplication. A turn is 1 minus the cosine of a key or value and the same key or value in `baseline`. The first
+    layer is left out, because the sweep changes only the norm of its input, not the direction.
 
     Returns:
         The mean turn over tokens, heads and layers, as `"keys, turned"` and `"values, turned"`. Keys or values that
@@ -234,7 +233,7 @@ def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
         recorded_layers = vectors_by_layer.keys() & baseline_by_layer.keys()
 
         cosines = []
-        for layer in recorded_layers - {0}:
+        for layer in recorded_layers - {0}:  # without the first layer
             vectors = vectors_by_layer[layer][:, is_image_token]  # [num_heads, num_image_tokens, head_dim]
             baseline_vectors = baseline_by_layer[layer][:, is_image_token]
             cosines.append(cosine_similarity(vectors, baseline_vectors, dim=-1).mean().item())
@@ -244,7 +243,7 @@ def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
 
 
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:
-    """Rows on the gain and bias of the norm module after the projector; `None` for a model without this module."""
+    """Rows on the gain and bias of the norm module that ends the projector; `None` for a model without this module."""
     norm = find_projector_norm(model)
     if norm is None:
         return None
@@ -254,8 +253,8 @@ def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:
         gain = norm.weight.detach().double().cpu()
         bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double().cpu()
 
-    # When a model is composed, every entry of the gain is set so that tokens leave the norm module with the target as
-    # their L2 norm. Without a target every entry is 1.
+    # LayerNorm gives a token the L2 norm √width, and then multiplies it by the gain. When a model is composed, each
+    # entry of the gain is set so that the product has the target as its norm. Without a target each entry is 1.
     target = getattr(model.config, "projector_norm_target", None)
     gain_at_start = 1.0 if target is None else target / sqrt(len(gain))
     return pd.concat([

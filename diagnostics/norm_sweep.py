@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """What a sweep records of the model as it is, which means that image tokens are not multiplied.
+    """What a sweep records of the model as it is, with image tokens that are not multiplied.
 
     Attributes:
         records: The record of each picture, with keys and values.
@@ -78,8 +78,8 @@ class Baseline(NamedTuple):
 def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
     """Rows of a model at each dose, with the columns of [`~diagnostics.table`] and two more, `dose` and `control`.
 
-    The norms of [`layer_1_rows`] are multiples of the mean norm of the text tokens that enter the decoder. The other
-    norms, of the measure `norm`, are absolute.
+    Norms in rows of [`layer_1_rows`] are multiples of the mean norm of the text tokens that enter the decoder. Rows of
+    the measure `norm` have absolute norms.
 
     Raises:
         DiagnosticsError: if there are fewer than three pictures, if the model is in training mode, or if its answers
@@ -132,13 +132,13 @@ def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -
     # At each dose the model reads the prompt four times: once for the record, and once with each of three pictures
     # (the question's own, a white picture, another question's). The greedy answer takes about four more passes.
     passes = 4 * num_doses + 4
-    # The passes over the tokens of answers take about half as long as all these passes together, hence the 1.5.
+    # Scoring the answers adds about half of the time that these passes take.
     minutes = 1.5 * passes * seconds / 60
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, num_pictures, minutes)
 
 
 def record_baseline(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> Baseline:
-    """Record what the model's decoder does with each picture as it is, and the norms in its first layer."""
+    """Record what the decoder does with each picture if nothing is multiplied, and the norms in the first layer."""
     layers = spread_layers(len(find_decoder(model).layers))
     records = []
     layer_1_norms = []
@@ -196,12 +196,13 @@ def mean_norm(states: torch.Tensor) -> float:
 
 
 def layer_1_rows(model: PreTrainedModel, baseline: Baseline) -> pd.DataFrame:
-    """Rows of the norms in layer 1 and of the measure `eps`, over the norm of text tokens.
+    """Rows of the norms in layer 1 and of the measure `eps`, as multiples of the norm of text tokens.
 
     `eps` is the norm of a token whose mean square is as large as the eps of the decoder's RMSNorm.
     """
     config = model.config.get_text_config()
-    eps_norm = (config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5
+    eps = getattr(config, "rms_norm_eps", 0)  # 0 for a decoder without RMSNorm
+    eps_norm = (config.hidden_size * eps) ** 0.5
     num_pictures = len(baseline.layer_1_norms)
 
     tables = []
@@ -251,7 +252,7 @@ def ask_question(
     scores_by_control = {OWN_PICTURE: ask_own_picture(model, processor, question, choices, doses)}
     if choices.right:
         white = Image.new("RGB", question.image.size, "white")
-        # This is the picture of the question before. For the first question, index -1 gives that of the last question.
+        # The other picture is that of the question before. For the first question, index -1 is the last question.
         other_image = questions[number - 1].image
         for control, image in ((BLANK_PICTURE, white), (OTHER_PICTURE, other_image)):
             messages = question.prompt_about(image)
@@ -289,7 +290,8 @@ def find_choices(processor: Any, questions: Sequence[Question], question: Questi
             texts.add(other.answer)
 
     ids_by_text = {text: answer_ids(processor, question.prompt, text) for text in sorted(texts)}
-    return Choices(answers=list(ids_by_text.values()), right=ids_by_text.get(question.answer, []))
+    right = ids_by_text.get(question.answer, [])  # an empty answer is not in the dictionary
+    return Choices(answers=list(ids_by_text.values()), right=right)
 
 
 def ask_own_picture(
@@ -323,7 +325,7 @@ def ask_own_picture(
             answers.append(choices.right)
         log_probs_by_answer = distributions(model, prompt_state, answers)
 
-        # Given the greedy answer's tokens so far, a dose changes the answer if another token becomes the likeliest.
+        # A dose changes the answer if, after some tokens of the greedy answer, another token becomes the likeliest.
         log_probs_at_dose = log_probs_by_answer[0]
         likeliest_tokens = log_probs_at_dose.argmax(dim=-1).tolist()
         scores = {
@@ -344,7 +346,7 @@ def ask_other_picture(
 ) -> list[Scores]:
     """Scores at each dose of the answers to a question about another picture: only the `loss` of the right answer.
 
-    `messages` are the question's prompt with the other picture.
+    `messages` is the question's prompt with the other picture.
     """
     inputs = prepare_inputs(model, processor, messages)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
@@ -358,15 +360,14 @@ def ask_other_picture(
     return scores_by_dose
 
 
-def mean_divergence(log_probabilities: torch.Tensor, other_log_probabilities: torch.Tensor) -> float:
+def mean_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> float:
     """KL(p ‖ q) of two distributions p and q over the vocabulary, as mean over the tokens of an answer.
 
     Args:
-        log_probabilities: Logarithm of p at each token, `(num_tokens, vocab_size)`.
-        other_log_probabilities: Logarithm of q at each token, `(num_tokens, vocab_size)`.
+        log_p: Logarithm of p at each token, `(num_tokens, vocab_size)`.
+        log_q: Logarithm of q at each token, `(num_tokens, vocab_size)`.
     """
-    differences = log_probabilities - other_log_probabilities
-    divergences = (log_probabilities.exp() * differences).sum(dim=-1)  # [num_tokens]
+    divergences = (log_p.exp() * (log_p - log_q)).sum(dim=-1)  # [num_tokens]
     return divergences.mean().item()
 
 
@@ -379,8 +380,8 @@ def mean_loss(log_probabilities: torch.Tensor, tokens: Sequence[int]) -> float:
         tokens: Ids of the answer's tokens.
     """
     positions = range(len(tokens))
-    log_probability_of_each = log_probabilities[positions, tokens]  # [num_tokens]
-    return -log_probability_of_each.mean().item()
+    log_probabilities_of_tokens = log_probabilities[positions, tokens]  # [num_tokens]
+    return -log_probabilities_of_tokens.mean().item()
 
 
 def measure_turning(
@@ -409,7 +410,7 @@ def measure_turning(
         records.append(record)
 
     by_layer = measure_layers(records)
-    # The turning in layer 1 is also a measure of its own, without a layer, as what layer 1 adds is.
+    # Turning in layer 1 is also a measure of its own, without a number in `layer`, like the norms of `layer_1_rows`.
     is_turning_in_layer_1 = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
     turning_in_layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
     # If no attention was recorded, `measure_attention` returns `None`, which `pd.concat` passes over.

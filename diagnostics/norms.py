@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 
 
-# Number of token ids that are embedded at a time, so that the embeddings of a large vocabulary need little memory.
+# Number of token ids that are embedded at a time: few enough that their embeddings need little memory.
 CHUNK_SIZE = 8192
 
 
@@ -22,26 +22,27 @@ def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
 def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
     """L2 norm of what the embedding layer returns for each token id, `(num_embeddings,)`.
 
-    The layer is called, because the rows of its weight are not enough: some decoders, such as Gemma's, have a layer
-    that also scales the embeddings.
+    The layer is called, because its weight is not enough: some embedding layers, such as Gemma's, also scale.
     """
     embedding_layer = model.get_input_embeddings()
     device = embedding_layer.weight.device
-    # A weight that accelerate has offloaded is on the meta device. The layer then takes ids from any device.
+    # A weight that accelerate has offloaded is on the meta device. Accelerate then moves the ids to the right device.
     if device.type == "meta":
         device = torch.device("cpu")
 
     token_ids = torch.arange(embedding_layer.num_embeddings, device=device)
     norms = []
     for chunk in token_ids.split(CHUNK_SIZE):
-        batch = chunk[None]  # [1, chunk_size]: decoders give the layer a batch of samples
+        batch = chunk[None]  # [1, chunk_size], as if the ids were one sample
         embeddings = embedding_layer(batch)[0]  # [chunk_size, hidden_size]
         norms.append(token_norms(embeddings).cpu())
     return torch.cat(norms)
 
 
 def text_norm_target(norms: torch.Tensor) -> float:
-    """The mean norm of the text embeddings that are not all zero. The paper (eq. 11) calls it T.
+    """The mean norm of the text embeddings that are not all zero, which is T in the paper's eq. 11.
+
+    A NormLlava's image tokens start at this norm, unless the user chooses another.
 
     Args:
         norms: L2 norms of all text embeddings, `(num_embeddings,)`.

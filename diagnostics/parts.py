@@ -49,8 +49,8 @@ def find_projector(model: PreTrainedModel) -> nn.Module | None:
 
 def find_projector_norm(model: PreTrainedModel) -> Any:
     """The norm module at the end of a NormLlava's projector; `None` if there is none, and for other models."""
-    # In other models, a projector's module `norm` may not be at the end: Qwen3-VL's projector begins with one. Only a
-    # NormLlava's config has the field `projector_norm`.
+    # Only a NormLlava's config has the field `projector_norm`. In other models, a projector's module `norm` may stand
+    # elsewhere: in Qwen3-VL it is at the beginning.
     if not hasattr(model.config, "projector_norm"):
         return None
 
@@ -80,15 +80,16 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def outermost_module(modules: Sequence[tuple[str, nn.Module]]) -> nn.Module | None:
-    """The module that is nested in the fewest other modules, the first if there are several; `None` without modules.
+    """The module that is nested in the fewest other modules; `None` if there are no modules.
 
     Args:
         modules: Pairs of a dotted path and a module, as `named_modules` gives them.
     """
     if not modules:
         return None
-    # Each dot in a path is one level of nesting. `min` returns the first of several modules at the same level.
-    _, module = min(modules, key=lambda path_and_module: path_and_module[0].count("."))
+    depths = [path.count(".") for path, _ in modules]  # each dot is one level of nesting
+    index = depths.index(min(depths))  # the first of several modules at the same level
+    _, module = modules[index]
     return module
 
 

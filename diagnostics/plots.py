@@ -28,7 +28,7 @@ from diagnostics.verdict import Score, answers_about_own_picture, choose_score, 
 Parameters = ParamSpec("Parameters")
 
 WIDTH = 7.0  # width of a figure in inches
-# Size in inches of a figure with one panel, whose text can still be read where it is as wide as a phone.
+# Size in inches of a figure with one panel, whose text can be read on a phone.
 SMALL_SIZE = (3.6, 2.7)
 # A model's name with more characters than this is cut at its beginning: the names of checkpoints differ at their end.
 MAX_LEGEND_CHARACTERS = 40
@@ -36,7 +36,7 @@ MAX_TITLE_CHARACTERS = 80
 
 INK = "#24292f"  # nearly black, for text and axes
 FAINT = "#8c959f"  # grey, for what a curve is compared with
-# The other colours are Okabe and Ito's, which people with colour blindness can tell apart. Curves also differ in their
+# The colours below are Okabe and Ito's, which people with colour blindness can tell apart. Curves also differ in their
 # dash patterns.
 GREEN = "#009e73"
 MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
@@ -79,9 +79,7 @@ STYLE: Any = {
 }
 # Names of all figures that a report can have. Their captions are in the report's template.
 FIGURES = ("overview", "sweep", "layers", "attention_map", "keys", "key_map")
-
-
-# Labels of the sweep's figure, by what the answers are judged by. Shares are shown in percent.
+# Labels of the vertical axis of the sweep's figure. Shares are shown in percent.
 SCORE_LABELS = {
     Score.RIGHT_ANSWERS: "right answers, %",
     Score.LOSS: "loss of the right answer",
@@ -137,25 +135,25 @@ def styled(draw: Callable[Parameters, Figure]) -> Callable[Parameters, Figure]:
     return draw_in_style
 
 
-def draw_curve(axes: Axes, summary: pd.DataFrame, x: str = "layer", band_opacity: float = 0.18, **style: Any) -> None:
-    """Draw means as a curve with their intervals as a band.
+def draw_curve(axes: Axes, curve: pd.DataFrame, x: str = "layer", band_opacity: float = 0.18, **style: Any) -> None:
+    """Draw means as a curve with their intervals as a band. Nothing is drawn if there are no means.
 
     Args:
         axes: Where to draw.
-        summary: A table with columns `mean`, `low` and `high`.
+        curve: A table with columns `mean`, `low` and `high`.
         x: The column of the horizontal axis.
         band_opacity: Opacity of the band.
         style: Options of the curve's line.
     """
-    if summary["mean"].isna().all():
+    if curve["mean"].isna().all():
         return
 
-    position = summary[x].astype(float)
-    low = summary["low"].astype(float)
-    high = summary["high"].astype(float)
-    style_with_marker = {"marker": "o", **style}  # a marker of `style` replaces this one
-    (line,) = axes.plot(position, summary["mean"], **style_with_marker)
-    axes.fill_between(position, low, high, alpha=band_opacity, color=line.get_color(), linewidth=0)
+    positions = curve[x].astype(float)
+    low = curve["low"].astype(float)
+    high = curve["high"].astype(float)
+    style_with_marker = {"marker": "o", **style}  # if `style` has a marker, it replaces "o"
+    (line,) = axes.plot(positions, curve["mean"], **style_with_marker)
+    axes.fill_between(positions, low, high, alpha=band_opacity, color=line.get_color(), linewidth=0)
 
 
 @styled
@@ -230,29 +228,32 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
 
 
 @styled
-def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
+def draw_dynamics(summaries: Mapping[int, Summary]) -> Figure:
     """Draw a run's checkpoints: norms at the decoder and turning over steps, and turning by layer (Fig. 5).
 
     Args:
-        points: The summary of each checkpoint by step.
+        summaries: The summary of each checkpoint, by the checkpoint's step.
     """
     figure, (step_axes, layer_axes) = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
 
     # Above: norm and turning, with a curve for each modality.
     for axes, measure in zip(step_axes, ("at_decoder", "turning"), strict=True):
         for modality, style in MODALITY_STYLES.items():
-            estimates = pd.DataFrame([summary.look(measure, modality) for summary in points.values()])
-            draw_curve(axes, estimates.assign(step=list(points)), x="step", label=modality, **style)
+            estimates = [summary.look(measure, modality) for summary in summaries.values()]
+            curve = pd.DataFrame(estimates).assign(step=list(summaries))
+            draw_curve(axes, curve, x="step", label=modality, **style)
     step_axes[0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
     step_axes[1].set(xlabel="step", ylabel="turning, 1 − cosine")
     _add_legend_above(figure, step_axes[0])
 
     # Below: turning of each modality, with a curve for each checkpoint.
-    scale = Normalize(min(points), max(points))
+    scale = Normalize(min(summaries), max(summaries))
     colours = plt.get_cmap("viridis")
     for axes, modality in zip(layer_axes, MODALITY_STYLES, strict=True):
-        for step, summary in points.items():
-            draw_curve(axes, summary.curve("turning", modality), band_opacity=0.07, color=colours(scale(step)))
+        for step, summary in summaries.items():
+            colour = colours(scale(step))
+            # The bands are faint, because those of many checkpoints overlap.
+            draw_curve(axes, summary.curve("turning", modality), band_opacity=0.07, color=colour)
         axes.set(xlabel="layer", ylabel=f"1 − cosine, {modality}")
         axes.sharey(layer_axes[0])
     figure.colorbar(ScalarMappable(scale, colours), ax=layer_axes, label="step", pad=0.02)
@@ -271,8 +272,8 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     score = choose_score(answers_about_own_picture(first_model))
 
     # If there are more models than styles, the styles begin again.
-    for style, (name, points) in zip(itertools.cycle(MODEL_STYLES), models.items()):
-        curve = _score_by_norm(points, score)
+    for style, (name, summaries) in zip(itertools.cycle(MODEL_STYLES), models.items()):
+        curve = _score_by_norm(summaries, score)
         draw_curve(axes, curve, x="norm", label=name[-MAX_LEGEND_CHARACTERS:], **style)
         as_it_is = curve[curve["dose"] == UNCHANGED_DOSE]
         axes.plot(as_it_is["norm"], as_it_is["mean"], color=style["color"], **RING)
@@ -285,18 +286,19 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     return figure
 
 
-def _score_by_norm(points: Mapping[tuple[float, str], Summary], score: Score) -> pd.DataFrame:
-    """One model's score at each dose, with columns `dose`, `norm` (of image embeddings at this dose), `mean` and ends.
+def _score_by_norm(summaries: Mapping[tuple[float, str], Summary], score: Score) -> pd.DataFrame:
+    """One model's score at each dose, with columns `dose`, `norm`, `mean`, `low` and `high`.
+
+    `norm` is the norm of the image embeddings at the dose. Scores that are shares are in percent.
 
     Args:
-        points: Summaries by dose and control.
-        score: The score. Shares are in percent.
+        summaries: Summaries by dose and control.
+        score: The score.
     """
-    by_dose = answers_about_own_picture(points)
-    image_norm = get_estimate(
-        by_dose[UNCHANGED_DOSE], "length"
-    ).mean  # sweep.csv calls the norm of image tokens `length`
-    unit = 1 if score is Score.LOSS else 100
+    by_dose = answers_about_own_picture(summaries)
+    # sweep.csv calls the norm of image embeddings `length`.
+    image_norm = get_estimate(by_dose[UNCHANGED_DOSE], "length").mean
+    unit = 1 if score is Score.LOSS else 100  # the other scores are shares
 
     rows = []
     for dose, estimate in estimate_scores(by_dose, score).items():
@@ -313,9 +315,9 @@ def _score_by_norm(points: Mapping[tuple[float, str], Summary], score: Score) ->
 
 
 def _rows_of_axes(models: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
-    """A figure with a row of axes for each model, whose name is the row's title, and all its axes.
+    """A figure and its axes, `(num_models, columns)`: a row for each model, with the model's name as title.
 
-    The axes are `(num_models, columns)`. Horizontal axes are labelled as layers.
+    The horizontal axes of the last row are labelled "layer".
     """
     size = (WIDTH, 0.6 + 1.8 * len(models))  # in inches: 0.6 for the legends, 1.8 for each row
     figure, rows = plt.subplots(len(models), columns, figsize=size, squeeze=False, layout="constrained")
@@ -378,12 +380,11 @@ def _choose_log_ticks(axis: Axis, low: float, high: float) -> None:
     if axis.get_scale() != "log":
         return
 
-    # An axis over less than two powers of ten gets ticks between the powers too, or it would have hardly any.
     if high < 10 * low:
-        axis.set_major_locator(MaxNLocator(5))
+        axis.set_major_locator(MaxNLocator(5))  # at equal distances
     elif high < 100 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=5))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=5))  # at 1, 2, 5, 10, 20, 50 and so on
     else:
-        axis.set_major_locator(LogLocator(subs=(1,), numticks=5))
+        axis.set_major_locator(LogLocator(subs=(1,), numticks=5))  # at powers of ten
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")

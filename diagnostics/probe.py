@@ -75,7 +75,7 @@ class Record:
 
 
 class Probe:
-    """Records a model's forward pass over one sample. It is a context manager, which removes the hooks on exit.
+    """A context manager that records a model's forward pass over one sample, and removes its hooks on exit.
 
         with Probe(model, inputs, tokens) as probe:
             model(**inputs)
@@ -112,8 +112,8 @@ class Probe:
     def __enter__(self) -> Self:
         decoder = find_decoder(self._model)
 
-        # If registering fails, leaving this context removes the hooks that are registered already. If it succeeds,
-        # `pop_all` takes the hooks out of this context, and they stay until `__exit__`.
+        # If registering fails, leaving the `with` block removes the hooks that are registered already. If it succeeds,
+        # `pop_all` takes the hooks out of the block, and they stay until `__exit__`.
         with ExitStack() as hooks:
             self._register(hooks, decoder)
             self._hooks = hooks.pop_all()
@@ -161,11 +161,11 @@ class Probe:
         self._interface[place] = torch.cat([norms_of_earlier_tiles, norms])
 
     def _without_padding(self, features: torch.Tensor) -> torch.Tensor:
-        """The encoder's features, without the features of patches that only pad a tile, which LFM2-VL has."""
+        """The encoder's features, except those of the empty patches with which LFM2-VL pads a tile."""
         is_real_patch = self._inputs.get("pixel_attention_mask")
         if is_real_patch is None:
             return features
-        # In other model families the mask is over pixels, not over patches, and its shape differs from the features.
+        # In other model families the mask is over pixels, not over patches, so its shape differs.
         if is_real_patch.shape != features.shape[:-1]:
             return features
         return features[is_real_patch.bool().to(features.device)]
@@ -174,7 +174,7 @@ class Probe:
         """Check that the decoder's input has shape `(1, S, hidden_size)` and holds a picture's features.
 
         Raises:
-            DiagnosticsError: if it doesn't.
+            DiagnosticsError: if the shape differs, or if there are no features of a picture.
         """
         name = type(self._model).__name__
         if embeddings.shape[:-1] != (1, self._length):
@@ -183,6 +183,7 @@ class Probe:
                 f"{tuple(embeddings.shape)}, not one hidden state for each of {self._length} tokens."
             )
 
+        # Without features, a picture's positions hold the embedding of the image token, which is only a placeholder.
         placeholder_id = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
         placeholder = self._model.get_input_embeddings()(placeholder_id)[0].to(embeddings)  # [1, hidden_size]
         image_tokens = embeddings[0, self._tokens.visual]
@@ -194,7 +195,7 @@ class Probe:
 
     @torch.no_grad()
     def _record_layer(self, number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """A forward hook of layer `number` of the decoder, which records how the layer changes each token."""
+        """Forward hook of layer `number` of the decoder: records how the layer changes each token."""
         before = args[0] if args else kwargs["hidden_states"]
         after = output if isinstance(output, torch.Tensor) else output[0]
         # Where a model is spread over devices, a layer may get its input from another device.
@@ -276,5 +277,5 @@ def choose_queries(tokens: Tokens) -> torch.Tensor:
     last_text_positions = text_positions[-(MAX_QUERIES - 1) :]
     last_position = prompt_positions[-1:]
     queries = torch.cat([last_text_positions, last_position])
-    # The prompt's last token may also be one of the text tokens, and is kept once. `unique` also sorts.
+    # If the prompt's last token is ordinary text, it is in both tensors. `unique` keeps it once, and sorts.
     return torch.unique(queries)

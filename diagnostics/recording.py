@@ -1,4 +1,4 @@
-"""Gives a model questions, and records what its decoder does with each question up to where the answer begins."""
+"""Records what a model's decoder does with each of some questions, up to where the answer begins."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +20,10 @@ from diagnostics.tokens import Inputs, TokenIds, classify_sample, token_ids
 def record_questions(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], layers: Collection[int], title: str
 ) -> list[Record]:
-    """A record of each question up to where its answer begins.
+    """The record of a forward pass over each question, up to where the answer begins.
 
-    The model runs in eval mode, and is in its own mode again afterwards. The language model head, which computes the
-    logits, is not run, because nothing after the decoder is measured.
+    The model runs in eval mode, and afterwards each module is in the mode that it had before. The language model head,
+    which computes the logits, is not run, because nothing after the decoder is measured.
 
     Args:
         model: The model.
@@ -33,7 +33,7 @@ def record_questions(
         title: Text of the progress bar; if it is empty, there is no progress bar.
 
     Raises:
-        DiagnosticsError: if a question can't be measured; the message names it.
+        DiagnosticsError: if a question can't be measured; the message names the question.
     """
     ids = token_ids(model, processor)
     # All records together keep the keys and values of about `MAX_TOKENS` tokens of each modality.
@@ -57,7 +57,7 @@ def record_question(
     ids: TokenIds,
     num_kept: int,
 ) -> Record:
-    """A record of one question, with the keys and values of at most `num_kept` tokens of each modality."""
+    """The record of one question, with the keys and values of at most `num_kept` tokens of each modality."""
     inputs = prepare_inputs(model, processor, question.prompt)
     tokens = classify_sample(inputs, ids)
     key_positions = draw_positions(tokens, question.fingerprint, num_kept)
@@ -69,7 +69,7 @@ def record_question(
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Keep the model in eval mode inside the context. Afterwards each module is in the mode that it had before."""
-    # Only these modules are put back to training mode. `model.train()` would also change those that were in eval mode.
+    # `model.train()` at the end would also change modules that were in eval mode before.
     training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -87,16 +87,16 @@ def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Messag
             role, or because a picture is too small.
     """
     try:
-        prepared = _process(processor, messages)
+        prepared = _run_processor(processor, messages)
     except (TemplateError, ValueError) as error:
         raise DiagnosticsError(f"The processor can't prepare it: {error}") from error
 
     # PaliGemma's processor also returns labels, which are for training.
     inputs = {name: value for name, value in prepared.items() if name != "labels"}
-    return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))  # the dtype is only given to floats
+    return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))  # only floats are cast to the dtype
 
 
-def _process(processor: Any, messages: list[Message]) -> Any:
+def _run_processor(processor: Any, messages: list[Message]) -> Any:
     """What the processor returns for the messages.
 
     If the processor has no chat template, each text and each picture of the messages gets a line of its own.
@@ -113,7 +113,7 @@ def _process(processor: Any, messages: list[Message]) -> Any:
         for part in message["content"]:
             if part["type"] == "text":
                 lines.append(part["text"])
-            else:
+            else:  # a picture
                 lines.append(image_mark)
                 images.append(part["image"])
     return processor(images=images or None, text="\n".join(lines), return_tensors="pt")

@@ -47,10 +47,10 @@ class Chapter(NamedTuple):
 
 
 KEYS_AND_VALUES = "Keys and values"
-# The chapter of measures whose names have none of the prefixes of the other chapters.
+# The chapter of measures whose names begin with no prefix of another chapter.
 OTHER_MEASURES = "Other measures"
-# The chapters by title, in the order of the page. The sweep's figure stands before all chapters; without a sweep, the
-# overview stands there.
+# The chapters by title, in the order of the page. The sweep's figure stands before all chapters. Without a sweep, the
+# figure "overview" stands before them.
 CHAPTERS = {
     "Norms up to the decoder": Chapter(
         figures=(),
@@ -64,8 +64,6 @@ CHAPTERS = {
     KEYS_AND_VALUES: Chapter(figures=("keys", "key_map"), measures=("keys.", "values.")),
     OTHER_MEASURES: Chapter(figures=(), measures=()),
 }
-
-
 # Columns of the table of a sweep, by the measure's name in sweep.csv.
 SWEEP_COLUMNS = {
     "named": "share of right answers",
@@ -91,7 +89,7 @@ class ModelReport:
         excluded: Number of excluded tokens, by the reason why they are excluded.
         notes: What could not be recorded, and why.
         summary: The results, as means over pictures.
-        sweep: What the box says of the sweep, in lines; empty without a sweep.
+        sweep: The lines on the sweep in the model's box, which is at the top of the page; empty without a sweep.
         weights: Fingerprint of the weights; `None` if they are not in a local folder.
     """
 
@@ -143,7 +141,7 @@ class SweepChapter(NamedTuple):
 
 
 def measured_on(report: Report) -> str:
-    """What was measured, and what "clearly" means in the box."""
+    """A sentence on what was measured, and for several pictures another on what "clear" means in the report."""
     num_pictures = report.models[0].num_pictures
     if num_pictures == 1:
         return f"Measured on one picture ({report.data}), which gives no intervals: nothing is judged."
@@ -152,19 +150,19 @@ def measured_on(report: Report) -> str:
 
 
 def box_lines(model: ModelReport) -> list[str]:
-    """The report of one model in at most five lines, each a figure or a judgement for whoever owns the model."""
+    """The lines of one model's box, at most five: the most important numbers, judgements, and what to do."""
     gaps = {third: model.summary.look(f"gap, {third}") for third in layer_groups(model.num_layers)}
     return _render_lines("box.jinja", model=model, summary=model.summary, turning=judge_turning(gaps), Turning=Turning)
 
 
 def tell_sweep(rows: pd.DataFrame) -> list[str]:
-    """The box's two lines on one model's sweep, from the rows of `sweep_model`: the answers, and what to do."""
+    """The box's two lines on one model's sweep, from the sweep's rows: the answers, and what to do."""
     verdict = judge_sweep(summaries_by_dose(rows))
     return _render_lines("sweep.jinja", verdict=verdict, smaller=SMALLER, larger=LARGER, Advice=Advice, Score=Score)
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A number with `digits` significant digits, or as an integer from 1,000 on; a dash for NaN, a missing value."""
+    """A number with `digits` significant digits, or as an integer from 1,000 on; a dash for NaN."""
     if math.isnan(value):
         return "–"
     rounded = f"{value:.{digits}g}"
@@ -175,7 +173,7 @@ def format_number(value: float, digits: int = 3) -> str:
 
 def format_factor(value: float) -> str:
     """A factor with two significant digits, as in "0.97", "1.0" or "37"; from 100 on as an integer."""
-    if value >= 99.5:
+    if value >= 99.5:  # rounds to 100 or more
         return f"{value:,.0f}"
     return f"{value:#.2g}".rstrip(".")  # `#` keeps the zero of "1.0", and writes "37."
 
@@ -183,16 +181,18 @@ def format_factor(value: float) -> str:
 def format_percent(share: float) -> str:
     """A share as a percentage, without decimals from 10% on; only 1 is 100%, and only 0 is 0%."""
     percent = 100 * share
-    if 99.5 <= percent < 100:
+    if 99.5 <= percent < 100:  # would round to 100
         return "over 99%"
-    if percent >= 9.95:
+    if percent >= 9.95:  # rounds to 10 or more
         return f"{percent:.0f}%"
     return f"{percent:.2g}%"
 
 
 def with_minus(text: str) -> str:
-    """The text of a number, with a minus sign in the place of the hyphen that Python writes."""
-    return "−" + text[1:] if text.startswith("-") else text
+    """The text of a number, with a minus sign in place of the hyphen that Python writes."""
+    if text.startswith("-"):
+        return "−" + text[1:]
+    return text
 
 
 def with_interval(estimate: Estimate) -> str:
@@ -205,7 +205,7 @@ def with_interval(estimate: Estimate) -> str:
     if not math.isfinite(width):
         return format_number(estimate.mean)
 
-    if width == 0:
+    if width == 0:  # all pictures have the same value
         return f"{format_number(estimate.mean, digits=5)} (± 0)"
 
     # The ends of a very narrow interval differ only after many digits. So half of the interval's width is shown in
@@ -244,7 +244,8 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     if len(models) == 2:
         frames[DIFFERENCE] = paired_difference(models[0].name, models[1].name, rows)
 
-    # What each column shows if it has no value of a measure. Many measures have no difference, so its column is empty.
+    # What a column shows where it has no value: a dash, but nothing in the column of the difference, which many
+    # measures don't have.
     without_value = dict.fromkeys(frames, "–")
     if DIFFERENCE in frames:
         without_value[DIFFERENCE] = ""
@@ -255,7 +256,8 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
         without_layer = frame[frame["layer"].isna()]
         for row in without_layer.itertuples():
             texts_of_chapter = texts[find_chapter(row.measure)]
-            texts_of_row = texts_of_chapter.setdefault(row_label(row.measure, row.modality), without_value.copy())
+            label = row_label(row.measure, row.modality)
+            texts_of_row = texts_of_chapter.setdefault(label, without_value.copy())
             texts_of_row[column] = with_interval(Estimate(row.mean, row.low, row.high))
 
     tables = {}
@@ -266,24 +268,26 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
 
 
 def make_sweep_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The scores at each dose of one model's sweep, with their intervals, and what each dose does to the answers."""
-    points = summaries_by_dose(rows)
-    by_dose = answers_about_own_picture(points)
-    verdict = judge_sweep(points)
+    """The table of one model's sweep: for each dose, the scores with intervals, and what the dose does to answers."""
+    summaries = summaries_by_dose(rows)
+    by_dose = answers_about_own_picture(summaries)
+    verdict = judge_sweep(summaries)
 
     texts = {}
     for dose, summary in by_dose.items():
         texts_of_dose = {}
         if dose == UNCHANGED_DOSE:
             texts_of_dose["answers"] = "as it is"
-        elif verdict.changes:
+        elif verdict.changes:  # empty if the answers can't be judged
             texts_of_dose["answers"] = verdict.changes[dose]
 
         for measure, column in SWEEP_COLUMNS.items():
             estimate = summary.look(measure)
-            if estimate is not None:
-                is_share = measure in (Score.RIGHT_ANSWERS, Score.CHANGED_ANSWERS)
-                texts_of_dose[column] = with_interval(clip_share(estimate) if is_share else estimate)
+            if estimate is None:  # the table's cell stays empty
+                continue
+            if measure in (Score.RIGHT_ANSWERS, Score.CHANGED_ANSWERS):  # shares
+                estimate = clip_share(estimate)
+            texts_of_dose[column] = with_interval(estimate)
         texts_of_dose["norm over text's"] = format_number(dose * verdict.image_norm.mean)
 
         texts[f"× {format_number(dose, digits=2)}"] = texts_of_dose
@@ -328,20 +332,23 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path, swept: pd.Dat
     Args:
         report: The report.
         rows: The rows of all models, with a column `model`.
-        figures: Folder with the figures as PNG files, called by their names in `FIGURES`. A figure may be missing.
+        figures: Folder with the figures as PNG files, named as in `FIGURES`. A figure may be missing.
         swept: The rows of all models' sweeps, with a column `model`; empty or `None` without a sweep.
     """
     # The page itself holds the figures, as base64 text.
-    images = {path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures.glob("*.png")}
+    images = {}
+    for path in figures.glob("*.png"):
+        images[path.stem] = base64.b64encode(path.read_bytes()).decode()
     tables = make_tables(report.models, rows)
 
     sweeps = {}
     if swept is not None and not swept.empty:
         for name, rows_of_model in swept.groupby("model", sort=False):
             verdict = judge_sweep(summaries_by_dose(rows_of_model))
-            sweeps[name] = SweepChapter(verdict, make_sweep_table(rows_of_model).to_html(border=0, classes="doses"))
+            table = make_sweep_table(rows_of_model)
+            sweeps[name] = SweepChapter(verdict, table.to_html(border=0, classes="doses"))
 
-    # The page defines the measures, and takes numbers for this from the modules `keys`, `divergence` and `key_map`.
+    # The page's definitions of the measures take numbers from the modules `keys`, `divergence` and `key_map`.
     return _load_template("report.html.jinja").render(
         report=report,
         measured_on=measured_on(report),

@@ -21,8 +21,8 @@ from diagnostics.parts import layer_groups
 # An interval holds the true mean with this probability.
 LEVEL = 0.95
 # Columns of the rows that measures return. `modality` is "visual", "text" or empty. `value` is the measure's value for
-# the picture whose number is in `picture`. A measure that is no mean over pictures has a row without a number in
-# `picture`, whose `value` is that over all pictures; in its other rows, `value` is the picture's pseudo-value.
+# the picture whose number is in `picture`. A measure that is no mean over pictures also has a row for all pictures,
+# where `picture` is missing; the values of its other rows are pseudo-values.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
 # Measures by layer that are also reported as means over each third of the layers.
 BY_THIRD = ("gap", "norm_ratio", "turning")
@@ -63,7 +63,7 @@ class Summary:
         )
 
     def look(self, measure: str, modality: str = "") -> Estimate | None:
-        """The estimate of a measure, or of its mean over layers if it is by layer; `None` if it was not measured."""
+        """The estimate of a measure, averaged over layers if the measure is by layer; `None` if it is missing."""
         chosen = self._choose(measure, modality)
         without_layer = chosen[chosen["layer"].isna()]
         if without_layer.empty:
@@ -83,7 +83,7 @@ class Summary:
 
 
 def summaries_by_dose(rows: pd.DataFrame) -> dict[tuple[float, str], Summary]:
-    """Summaries of one model's rows of a sweep, by dose and control."""
+    """Summaries of one model's rows of a sweep, by dose and control (which picture was shown)."""
     summaries = {}
     for (dose, control), group in rows.groupby(["dose", "control"]):
         # Rows that come from sweep.csv also have a column `model`.
@@ -114,7 +114,7 @@ def make_rows(
         table = np.concatenate([over_pictures, table])
         picture_numbers = [pd.NA, *picture_numbers]
 
-    # The table becomes one column of values: all layers of the first row, then all layers of the next, and so on.
+    # The table becomes one column of values: all layers of the first picture, then all layers of the next, and so on.
     columns = {
         "measure": measure,
         "modality": modality,
@@ -160,7 +160,8 @@ def jackknife_rows(
     """
     # A single picture has no pseudo-value, because there are no other pictures. It gets the statistic itself.
     if len(without_each) == 1:
-        return make_rows(measure, whole[None], modality, layers, whole)
+        values = whole[None]  # [1] or [1, num_layers]
+        return make_rows(measure, values, modality, layers, whole)
 
     by_picture = without_each.reshape(len(without_each), -1)  # [num_pictures, num_layers or 1]
     has_value = ~np.isnan(by_picture).all(axis=1)
@@ -211,30 +212,30 @@ def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
         value_of_picture=rows["value"].where(has_picture),
         value_over_pictures=rows["value"].where(~has_picture),
     )
-    groups = split.groupby(group_columns, dropna=False, sort=False).agg(
+    groups = split.groupby(group_columns, dropna=False, sort=False)
+    statistics = groups.agg(
         whole=("value_over_pictures", "first"),
         mean=("value_of_picture", "mean"),
         deviation=("value_of_picture", "std"),
         n=("value_of_picture", "count"),
     )
-    over_pictures = groups.reset_index()
+    statistics = statistics.reset_index()
 
-    # For fewer than two pictures the deviation is NaN, and so is the interval. `clip` only keeps the formulas defined
-    # for them.
-    n = over_pictures["n"]
+    # For fewer than two pictures the deviation is NaN, and so is the interval. `clip` only keeps the formulas defined.
+    n = statistics["n"]
     degrees_of_freedom = n.clip(lower=2) - 1
     quantile = stdtrit(degrees_of_freedom, (1 + LEVEL) / 2)  # of Student's t
-    half_width = quantile * over_pictures["deviation"] / np.sqrt(n.clip(lower=1))
+    half_width = quantile * statistics["deviation"] / np.sqrt(n.clip(lower=1))
 
     # For a measure that is no mean over pictures, the value over all pictures takes the place of the mean.
-    mean = over_pictures["whole"].fillna(over_pictures["mean"])
-    return over_pictures[group_columns].assign(
+    mean = statistics["whole"].fillna(statistics["mean"])
+    return statistics[group_columns].assign(
         mean=mean, low=mean - half_width, high=mean + half_width, n=n.astype("Int64")
     )
 
 
 def subtract_rows(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the differences of two models, the second model's value minus the first model's, for each picture.
+    """Rows of the second model's value minus the first model's value, for each picture.
 
     Both models have to be measured on the same pictures in the same order.
     """

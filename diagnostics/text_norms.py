@@ -72,9 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
 def compare_text_norms(norms: Mapping[str, torch.Tensor]) -> pd.DataFrame:
     """A row for each model, with columns `model`, `embeddings`, `mean`, `standard_deviation` and `ratio`.
 
-    `mean` and `standard_deviation` are those of the embeddings' norms. `ratio` is the model's mean over the first
-    model's mean. Embeddings that are all zero, which pad a vocabulary, are left out, as in the paper's target norm T
-    (eq. 11). The paper doesn't say whether its Table 6 counts them. `embeddings` is the number that is left.
+    `mean` and `standard_deviation` are those of the embeddings' norms, `embeddings` is the number of embeddings, and
+    `ratio` is the model's mean over the first model's mean. Embeddings that are all zero, which pad a vocabulary, are
+    left out, as in the paper's target norm T (eq. 11). The paper doesn't say whether its Table 6 counts them.
 
     Args:
         norms: What [`vocabulary_norms`] returns for each model, by the model's name.

@@ -19,8 +19,8 @@ from diagnostics.parts import DiagnosticsError, image_token_id
 
 # A token is a sink if its norm is more than this many times the median norm of its modality in its sample.
 SINK_FACTOR = 10.0
-# An image token is a newline if its cosine with the model's newline feature is above this number. Their directions are
-# then equal except for rounding.
+# An image token is a newline if its cosine with the model's newline feature is above this number. The two directions
+# are then equal except for rounding.
 NEWLINE_COSINE = 1 - 1e-5
 # A model's inputs, as a processor or a collator returns them, by the names of the arguments of `forward`.
 Inputs = dict[str, Any]
@@ -43,20 +43,19 @@ class Tokens:
         text: Ordinary text tokens.
         excluded: Positions that are neither image tokens nor ordinary text, by the reason why they are excluded.
             `"padding"` and `"special"` (BOS, delimiters of turns and of pictures, other modalities) are always there.
-            `"blank picture"`, `"newline"` and `"sink"` are missing where there is no such token or where it was not
-            looked for.
+            `"blank picture"`, `"newline"` and `"sink"` are missing if no such token was found or looked for.
     """
 
     visual: torch.Tensor
     text: torch.Tensor
     excluded: dict[str, torch.Tensor]
 
-    def exclude(self, reason: str, positions: torch.Tensor) -> "Tokens":
+    def exclude(self, reason: str, mask: torch.Tensor) -> "Tokens":
         """The same types, except that the positions of a mask are excluded for a reason."""
         return Tokens(
-            visual=self.visual & ~positions,
-            text=self.text & ~positions,
-            excluded={**self.excluded, reason: positions},
+            visual=self.visual & ~mask,
+            text=self.text & ~mask,
+            excluded={**self.excluded, reason: mask},
         )
 
 
@@ -64,7 +63,7 @@ def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
     """The token ids that are not ordinary text, from a model's config, and from its processor if one is given.
 
     Special tokens are the tokens that the config names for a role (BOS, delimiters of pictures, other media), and the
-    tokens that the tokenizer marks as special: Llama 3 delimits turns with tokens that have no role in its config.
+    tokens that the tokenizer marks as special: Llama 3 delimits turns with tokens that its config doesn't name.
     """
     special: set[Any] = set()  # holds `None` too if a config has no token for a role
     for config in (model.config, model.config.get_text_config()):
@@ -93,17 +92,17 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
         inputs: The model's inputs, as [`classify`] takes them.
     """
     attention_mask = inputs.get("attention_mask")
-    if attention_mask is not None:
+    if attention_mask is not None:  # 0 at padding and at blank pictures
         return attention_mask.bool()
 
     position_ids = inputs.get("position_ids")
     if position_ids is not None:
         # In a packed row, positions restart from 0 at each sample. Each token of a blank picture is a sample of its
-        # own, and no other sample has only one token. So a token belongs to a blank picture if it starts a sample and
-        # the next token does too.
+        # own, and no other sample has only one token. So a token belongs to a blank picture if both the token and the
+        # next token start a sample.
         starts_sample = position_ids == 0
-        # `roll` moves the next token's value to each token. For the last token this is the value of the row's first
-        # token, which always starts a sample. So the last token is a sample of its own if it starts one.
+        # `roll` gives each token the value of the next token. The last token gets the value of the row's first token,
+        # which is True, as if another sample started after the row.
         next_starts_sample = starts_sample.roll(-1, dims=1)
         return ~(starts_sample & next_starts_sample)
 
@@ -146,7 +145,7 @@ def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
     if num_samples != 1:
         raise DiagnosticsError(f"A probe watches one sample at a time, got {num_samples}.")
 
-    batch = classify(inputs, ids)
+    batch = classify(inputs, ids)  # masks of shape (1, S)
     excluded = {reason: mask[0].cpu() for reason, mask in batch.excluded.items()}
     tokens = Tokens(batch.visual[0].cpu(), batch.text[0].cpu(), excluded)
     if not tokens.visual.any():
@@ -159,7 +158,7 @@ def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
 def exclude_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Tokens) -> Tokens:
     """The same types, except that newline features are excluded.
 
-    A newline feature is a learned feature with which a model such as LLaVA-NeXT ends each row of a picture.
+    A newline feature is a learned feature that a model such as LLaVA-NeXT puts at the end of each line of patches.
 
     Args:
         model: The model.
@@ -170,8 +169,8 @@ def exclude_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: T
         name = path.split(".")[-1]
         if name != "image_newline":
             continue
-        # HunYuan-VL inserts its newline feature before the projector, so the feature has the encoder's width. Such a
-        # feature is passed over, because after the projector it can't be told from the features of a picture.
+        # HunYuan-VL's newline feature has the encoder's width, because it is inserted before the projector. After the
+        # projector it can't be told from the features of a picture, so it is passed over.
         if parameter.shape[-1] != embeddings.shape[-1]:
             continue
 

@@ -12,13 +12,13 @@ from diagnostics.scaling import DOSES, OWN_PICTURE, UNCHANGED_DOSE
 from diagnostics.table import Estimate, Summary
 
 
-# The report's box shows the answers at these two doses: about a third of the norm, and three times the norm.
+# The box at the top of the report shows the answers at these two doses: a third of the norm, and three times the norm.
 SMALLER = 0.3
 LARGER = 3.0
 # At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters. RMSNorm then gives a token
 # less than the usual norm.
 SMALLEST = min(DOSES)
-# The report speaks of the eps if less than this share of the usual norm is left.
+# The report mentions the eps if RMSNorm gives a token less than this share of the usual norm.
 KEPT_BY_EPS = 0.9
 
 
@@ -35,7 +35,7 @@ class Score(StrEnum):
 
     RIGHT_ANSWERS = "named"
     LOSS = "loss"
-    CHANGED_ANSWERS = "changed"  # tells no better from worse, so nothing is judged by it
+    CHANGED_ANSWERS = "changed"  # a change may be for better or worse, so nothing is judged
 
 
 class Change(StrEnum):
@@ -44,7 +44,7 @@ class Change(StrEnum):
     BETTER = "clearly better"
     WORSE = "clearly worse"
     UNCLEAR = "no clear change"
-    NONE = "no change"  # of any picture
+    NONE = "no change"  # the score is the same for every picture
 
 
 class Advice(StrEnum):
@@ -76,11 +76,11 @@ class Verdict:
         changes: What each dose does to the score, without dose 1; empty if the score can't be judged.
         best: The clearly better dose with the best score; `None` if no dose is clearly better.
         num_pictures: Number of pictures that were asked about.
-        num_scored: Number of pictures that have a score. If right answers count, a picture has one if the data has
-            several answers to its question, from which the model can choose.
+        num_scored: Number of pictures that have a score. If right answers count, these are the pictures to whose
+            questions the data has several answers, from which the model can choose.
         image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
         attention_norm: Norm of what layer 1's attention adds to image tokens, over the norm of text tokens; `None` if
-            it can't be told apart from what the MLP adds.
+            this can't be told apart from what the MLP adds.
         mlp_norm: Norm of what layer 1's MLP adds to image tokens, over the norm of text tokens; `None` if
             `attention_norm` is `None`.
         place: How `image_norm` compares with `attention_norm` and `mlp_norm`; `None` if these are `None`.
@@ -102,13 +102,13 @@ class Verdict:
     kept_by_eps: float | None
 
 
-def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
+def judge_sweep(summaries: Mapping[tuple[float, str], Summary]) -> Verdict:
     """The verdict on a model.
 
     Args:
-        points: The summaries of the model's sweep by dose and control.
+        summaries: Summaries of the model's sweep by dose and control.
     """
-    by_dose = answers_about_own_picture(points)
+    by_dose = answers_about_own_picture(summaries)
     as_it_is = by_dose[UNCHANGED_DOSE]
 
     score = choose_score(by_dose)
@@ -134,19 +134,23 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
     )
 
 
-def answers_about_own_picture(points: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
-    """The summaries by dose, ascending, of answers about a question's own picture. Only these are judged."""
-    return {dose: summary for (dose, control), summary in sorted(points.items()) if control == OWN_PICTURE}
+def answers_about_own_picture(summaries: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
+    """The summaries of answers about a question's own picture, by dose in ascending order. Only these are judged."""
+    by_dose = {}
+    for dose, control in sorted(summaries):
+        if control == OWN_PICTURE:
+            by_dose[dose] = summaries[dose, control]
+    return by_dose
 
 
 def choose_score(by_dose: Mapping[float, Summary]) -> Score:
     """What answers are judged by: right answers if the model had a choice, else the right answer's loss.
 
-    If fewer than two pictures have either, there is no interval, and so only the share of changed answers is shown.
+    Either needs an interval, and so at least two pictures. Otherwise only the share of changed answers is shown.
     """
     for score in (Score.RIGHT_ANSWERS, Score.LOSS):
         estimate = by_dose[UNCHANGED_DOSE].look(score)
-        if estimate is not None and math.isfinite(estimate.low):
+        if estimate is not None and math.isfinite(estimate.low):  # there is an interval
             return score
     return Score.CHANGED_ANSWERS
 
@@ -185,12 +189,12 @@ def judge_change(difference: Estimate, smaller_is_better: bool) -> Change:
 
 
 def choose_advice(changes: Mapping[float, Change]) -> Advice:
-    """What to do, from what each dose does; without judgements, rows with answers are missing.
+    """What to do, from what each dose does to the score.
 
-    A dose that is clearly better is worth a try even if others are worse. If no dose is clearly anything, then more
+    A dose that is clearly better is worth a try even if others are worse. If no dose is clearly better or worse, more
     pictures may show a difference.
     """
-    if not changes:
+    if not changes:  # nothing can be judged, because the data has too few answers
         return Advice.GIVE_ANSWERS
     if Change.BETTER in changes.values():
         return Advice.TRY_ANOTHER_NORM
@@ -210,14 +214,13 @@ def find_best(scores: Mapping[float, Estimate], changes: Mapping[float, Change],
 
 
 def judge_turning(gaps: Mapping[str, Estimate | None]) -> dict[Turning, list[str]]:
-    """The groups of layers by how fast they turn image tokens, with those without a clear difference last.
+    """The names of the groups of layers by how fast they turn image tokens, with `Turning.UNCLEAR` last.
+
+    The result is empty if a group has no interval, because then nothing can be judged.
 
     Args:
         gaps: By the group's name, cosine of image tokens minus cosine of text tokens, each between a layer's input and
-            output; `None` if it was not measured.
-
-    Returns:
-        The names of the groups; empty if a group has no interval, because then nothing can be judged.
+            output; `None` if the gap was not measured.
     """
     groups: dict[Turning, list[str]] = {}
     for name, gap in gaps.items():
@@ -225,9 +228,8 @@ def judge_turning(gaps: Mapping[str, Estimate | None]) -> dict[Turning, list[str
             return {}
         groups.setdefault(compare_turning(gap), []).append(name)
 
-    without_difference = groups.pop(Turning.UNCLEAR, None)
-    if without_difference:
-        groups[Turning.UNCLEAR] = without_difference
+    if Turning.UNCLEAR in groups:
+        groups[Turning.UNCLEAR] = groups.pop(Turning.UNCLEAR)  # moves to the end
     return groups
 
 
@@ -241,9 +243,9 @@ def compare_turning(gap: Estimate) -> Turning:
 
 
 def get_estimate(summary: Summary, measure: str) -> Estimate:
-    """The estimate of a measure that every sweep has."""
+    """The estimate of a measure that every sweep has, and so never `None`."""
     estimate = summary.look(measure)
-    assert estimate is not None, measure  # shows the measure's name if it fails
+    assert estimate is not None, measure
     return estimate
 
 

@@ -17,8 +17,8 @@ CONFIDENCE = 0.95
 def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """The table in Markdown, with all values in percent.
 
-    The cell of a score holds its standard error too. Further columns hold each other model's difference from the first
-    model, with its 95% interval.
+    A score has its standard error beside it. After the scores come the differences of the other models from the first
+    model, each with its 95% interval.
     """
     first_name, *other_names = results
     difference_titles = [f"{name} − {first_name} (95% interval)" for name in other_names]

@@ -39,7 +39,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# Sizes of the vision encoders of most families. Their picture has 28 x 28 pixels.
+# Sizes of the vision encoders of most families. Each takes a picture of 28 x 28 pixels.
 VISION: dict[str, Any] = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -49,8 +49,7 @@ VISION: dict[str, Any] = {
     "patch_size": 7,
 }
 NUM_PATCHES = 4 * 4
-# Number of image tokens in families that merge 2 x 2 of these patches to one image token.
-NUM_MERGED = 2 * 2
+NUM_MERGED = 2 * 2  # number of image tokens in families that merge 2 x 2 patches to one
 
 # Sizes of the vision encoders that take a picture as the patches of a grid of any size.
 GRID_VISION: dict[str, Any] = {
@@ -63,7 +62,7 @@ GRID_VISION: dict[str, Any] = {
     "temporal_patch_size": 2,
     "out_hidden_size": 32,
 }
-GRID = torch.tensor([[1, 4, 6]])  # number of patches of their picture along time, height and width
+GRID = torch.tensor([[1, 4, 6]])  # number of patches along time, height and width
 NUM_MERGED_OF_GRID = 2 * 3  # number of image tokens: 2 x 2 patches are merged to one
 
 # Rotary embedding with a position for time, for height and for width, as in Qwen2-VL.
@@ -86,7 +85,7 @@ GLM_TOKENS = {
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a small model of a family and a picture for it.
+    """How to make a family's small model, and a picture for the model.
 
     Attributes:
         config: The model's config.
@@ -119,7 +118,7 @@ def siglip_config(**fields: Any) -> Any:
 
 
 def llava_config(vision: str, model_type: str = "llava", **fields: Any) -> Any:
-    """Config of a family that is built like Llava: a vision encoder of type `vision`, and by default a Llama."""
+    """Config of a family that is built like Llava: a vision encoder of type `vision`, and a Llama as decoder."""
     defaults = {
         "vision_config": make_config(vision, **VISION),
         "text_config": text_config("llama"),
@@ -132,8 +131,8 @@ def square_picture(tiles: int | None = None, **extra: torch.Tensor) -> Callable[
     """A function that makes a picture of 28 x 28 pixels.
 
     Args:
-        tiles: Number of tiles of this size, for families whose pictures consist of tiles.
-        extra: What else the image processor returns.
+        tiles: Number of tiles of 28 x 28 pixels, for families whose pictures consist of tiles.
+        extra: Whatever the image processor returns beside the pixels.
     """
     shape = (1, 3, 28, 28) if tiles is None else (1, tiles, 3, 28, 28)
 
@@ -154,7 +153,7 @@ def grid_picture(*patch_shape: int) -> Callable[[], dict[str, torch.Tensor]]:
 
 
 def lfm2_picture() -> dict[str, torch.Tensor]:
-    """A picture as LFM2-VL gets it: patches in a row, with the shape of their grid and a mask of real patches."""
+    """A picture for LFM2-VL: a list of patches, the shape of their grid, and a mask, in which no patch is padding."""
     return {
         "pixel_values": torch.randn(1, NUM_PATCHES, 3 * 7 * 7),
         "spatial_shapes": torch.tensor([[4, 4]]),
@@ -163,7 +162,7 @@ def lfm2_picture() -> dict[str, torch.Tensor]:
 
 
 def gemma4_picture() -> dict[str, torch.Tensor]:
-    """A picture as Gemma 4 gets it: patches in a row, with the place of each patch as column and row."""
+    """A picture for Gemma 4: a list of patches, and the column and the row of each."""
     rows_and_columns = torch.cartesian_prod(torch.arange(4), torch.arange(4))
     return {
         "pixel_values": torch.rand(1, NUM_PATCHES, 3 * 7 * 7),
@@ -174,7 +173,8 @@ def gemma4_picture() -> dict[str, torch.Tensor]:
 def tiled_family(vision: str, model_type: str, **fields: Any) -> Family:
     """A Llava that takes a picture as a whole and as two tiles, and ends each row of the tiles with a newline."""
     resolutions = [[28, 56], [56, 28]]  # height and width of the two tiles together
-    num_rows = 4  # of patches in two tiles side by side
+    # Two tiles side by side are 4 rows of 8 patches.
+    num_rows = 4
     num_columns = 8
     num_newlines = num_rows
     return Family(
@@ -196,7 +196,7 @@ def grid_family(model_type: str, vision: dict[str, Any], text: dict[str, Any], t
     """
     return Family(
         config=make_config(model_type, vision_config=vision, text_config={**TEXT, **text}, **tokens),
-        make_picture=grid_picture(3 * 2 * 4 * 4),  # values of a patch: channels, time, height, width
+        make_picture=grid_picture(3 * 2 * 4 * 4),  # channels, time, height and width of a patch
         num_image_tokens=NUM_MERGED_OF_GRID,
         token_types="mm_token_type_ids",
         boundaries=True,
@@ -266,7 +266,7 @@ FAMILIES: dict[str, Family] = {
         num_image_tokens=NUM_PATCHES,
         token_types="token_type_ids",
     ),
-    # The picture in tiles, with newlines.
+    # The picture is cut into tiles.
     "llava_next": tiled_family("clip_vision_model", "llava_next"),
     "llava_onevision": tiled_family("siglip_vision_model", "llava_onevision", video_token_index=VIDEO),
     # Patches are merged.
@@ -404,7 +404,7 @@ FAMILIES: dict[str, Family] = {
         token_types="mm_token_type_ids",
         boundaries=True,
     ),
-    # The picture as the patches of a grid, which are merged.
+    # The picture is a grid of any size, and its patches are merged.
     "qwen2_vl": grid_family(
         "qwen2_vl",
         vision={"depth": 3, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
@@ -477,9 +477,10 @@ def build(name: str) -> PreTrainedModel:
 
 
 def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
-    """One sample with this much padding on the left: BOS, three words, a picture, nine words. A word is one token.
+    """One sample: BOS, three words, a picture, nine words. A word is one token.
 
-    In a family with `boundaries`, the picture stands between `START` and `END`.
+    In a family with `boundaries`, the picture stands between `START` and `END`. `padding` is the number of padding
+    tokens before BOS.
     """
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(1)
@@ -489,7 +490,7 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
         picture = [START, *picture, END]
 
     prompt = [BOS, *words[:3], *picture, *words[3:]]
-    input_ids = torch.tensor([[0] * padding + prompt])
+    input_ids = torch.tensor([[TEXT["pad_token_id"]] * padding + prompt])
     attention_mask = torch.tensor([[0] * padding + [1] * len(prompt)])
 
     torch.manual_seed(2)  # so that the picture's random values are the same on every call
@@ -500,7 +501,7 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
 
 
 def tokens_of(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> Tokens:
-    """The type of each position of a sample, as far as its inputs tell."""
+    """The type of each position of a sample, by the sample's token ids and masks."""
     return classify_sample(sample, token_ids(model))
 
 

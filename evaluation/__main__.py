@@ -115,10 +115,9 @@ def choose_benchmarks(tasks: Sequence[str] | None) -> Sequence[Benchmark]:
 
 
 def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> TaskResult:
-    """Run a task, unless its folder holds a result of this model and these settings.
+    """Run a task, unless its folder holds a result of this model and these settings, and return the result.
 
-    If the folder holds the result of another model or of other settings, that result stays until the new run has
-    succeeded.
+    A result of another model or of other settings stays in the folder until the new run has succeeded.
 
     Raises:
         UserError: if the task fails; its log is then in `<task's folder>.unfinished`.

@@ -47,7 +47,7 @@ PAPER = (
         task="mmbench_en_dev_static",
         metric="gpt_eval_score",
         scale=100.0,
-        choice="letters read by rules, not by a paid model, whose failures the benchmark replaces by guesses",
+        choice="letters read by rules; the benchmark itself asks a paid model, and guesses where that fails",
         row_log="answer in each order",
     ),
     Benchmark(
@@ -91,14 +91,14 @@ PAPER = (
         harness="lmms-eval",
         task="ai2d",
         metric="exact_match",
-        choice="letters",
+        choice="answers are letters",
     ),
     Benchmark(
         title="HellaSwag",
         harness="lm-eval",
         task="hellaswag",
         metric="acc_norm",
-        choice="likelihood by length, no chat format",
+        choice="likelihood divided by length, no chat format",
     ),
     Benchmark(
         title="MMLU",

@@ -48,7 +48,7 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 7,
 }
-NUM_PATCHES = 4 * 4
+NUM_PATCHES = 4 * 4  # 28 / 7 on each side
 NUM_MERGED = 2 * 2  # number of image tokens in families that merge 2 x 2 patches to one
 
 # Sizes of the vision encoders that take a picture as the patches of a grid of any size.
@@ -65,7 +65,7 @@ GRID_VISION: dict[str, Any] = {
 GRID = torch.tensor([[1, 4, 6]])  # number of patches along time, height and width
 NUM_MERGED_OF_GRID = 2 * 3  # number of image tokens: 2 x 2 patches are merged to one
 
-# Rotary embedding with a position for time, for height and for width, as in Qwen2-VL.
+# Rotary embedding with positions in time, height and width, as in Qwen2-VL. The sections add up to half a head's size.
 ROPE_OF_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 # The token ids, by the names of the fields that hold them in the configs of Qwen-VL and of GLM-4V.
@@ -118,7 +118,7 @@ def siglip_config(**fields: Any) -> Any:
 
 
 def llava_config(vision: str, model_type: str = "llava", **fields: Any) -> Any:
-    """Config of a family that is built like Llava: a vision encoder of type `vision`, and a Llama as decoder."""
+    """Config of a family that is built like Llava, by default with a Llama decoder. `vision` is the encoder's type."""
     defaults = {
         "vision_config": make_config(vision, **VISION),
         "text_config": text_config("llama"),
@@ -137,7 +137,8 @@ def square_picture(tiles: int | None = None, **extra: torch.Tensor) -> Callable[
     shape = (1, 3, 28, 28) if tiles is None else (1, tiles, 3, 28, 28)
 
     def make_picture() -> dict[str, torch.Tensor]:
-        return {"pixel_values": torch.rand(shape) * 2 - 1, **extra}
+        pixels = torch.rand(shape) * 2 - 1  # from -1 to 1
+        return {"pixel_values": pixels, **extra}
 
     return make_picture
 
@@ -163,17 +164,20 @@ def lfm2_picture() -> dict[str, torch.Tensor]:
 
 def gemma4_picture() -> dict[str, torch.Tensor]:
     """A picture for Gemma 4: a list of patches, and the column and the row of each."""
-    rows_and_columns = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    rows_and_columns = torch.cartesian_prod(torch.arange(4), torch.arange(4))  # [num_patches, 2]
+    columns_and_rows = rows_and_columns.flip(1)
     return {
         "pixel_values": torch.rand(1, NUM_PATCHES, 3 * 7 * 7),
-        "image_position_ids": rows_and_columns.flip(1)[None],
+        "image_position_ids": columns_and_rows[None],
     }
 
 
 def tiled_family(vision: str, model_type: str, **fields: Any) -> Family:
-    """A Llava that takes a picture as a whole and as two tiles, and ends each row of the tiles with a newline."""
+    """A Llava that takes a picture as a whole and as two tiles, and ends each row of the tiles with a newline feature.
+
+    The picture has 28 x 56 pixels, so its tiles lie side by side: 4 rows of 8 patches.
+    """
     resolutions = [[28, 56], [56, 28]]  # height and width of the two tiles together
-    # Two tiles side by side are 4 rows of 8 patches.
     num_rows = 4
     num_columns = 8
     num_newlines = num_rows

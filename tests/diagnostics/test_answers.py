@@ -70,7 +70,9 @@ def test_no_answer_is_likelier_than_the_likeliest(
 
 
 def make_template(before_text: str = "", text: str = "message.content[-1].text", end_of_turn: str = "") -> str:
-    """A chat template that writes a turn as its role, `before_text`, its text and `end_of_turn`: "<user>What?".
+    """A chat template that writes a turn as its role, `before_text`, its text and `end_of_turn`.
+
+    With the defaults, a question is written as "<user>What?".
 
     Args:
         before_text: What the template writes before the text.
@@ -140,7 +142,7 @@ def test_no_deprecated_argument_is_used(
             id="the template changes the answer",
         ),
         pytest.param(
-            # For an answer this adds a text to the list of the message's contents, which fails in Jinja as in Python.
+            # For an answer, this adds a string to a list, which fails in Jinja as in Python.
             make_template(text="(message.content if message.role == 'user' else message.content + '') | string"),
             "cat<|im_end|>",
             id="the template fails, because the answer's content is a list",

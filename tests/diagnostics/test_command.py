@@ -58,7 +58,7 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
     output = tmp_path / "report"
     models = ("--model", without_norm, with_norm, broken, "--names", "without", "with", "broken")
     word = "them"  # a word of the last question
-    with pytest.raises(SystemExit, match="no file named"):
+    with pytest.raises(SystemExit, match="no file named"):  # transformers' error for missing weights
         run(*models, "--data", data, "--attention_map", word, "--output_dir", output)
 
     report = read_record(Report, output / "report.json")

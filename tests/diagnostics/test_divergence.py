@@ -107,7 +107,7 @@ IMAGE_AND_TEXT: SetPairs = (IS_IMAGE_GROUP, ~IS_IMAGE_GROUP)
 def split_pictures(rng: np.random.Generator, num_splits: int) -> SetPairs:
     """Pairs of a random half of the pictures and the other half.
 
-    In the first `num_splits` pairs, a half has its image tokens. In the other pairs, it has its text tokens.
+    The first `num_splits` pairs have the image tokens of the two halves, the other pairs have their text tokens.
     """
     first_sets = np.zeros((2 * num_splits, NUM_GROUPS), dtype=bool)
     second_sets = np.zeros((2 * num_splits, NUM_GROUPS), dtype=bool)

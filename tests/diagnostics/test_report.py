@@ -63,6 +63,7 @@ def make_rows_of_a_model(
         ratio_rows("norm_ratio", around_by_layer(40), around_by_layer(20), layers),
         make_rows("attention", around_by_layer(0.3, num_layers=2), "", [0, 5]),
         make_rows("attention_even", around_by_layer(0.4, num_layers=2), "", [0, 5]),
+        # The gain and the bias have a value for the model, and none for a picture.
         make_rows("gain_l2", whole=8.1),
         make_rows("bias_l2", whole=0.1),
     ]

@@ -96,7 +96,7 @@ class ImageTextToText(lmms):
 
         chats = []
         for request in batch:
-            row = self.task_dict[request.task][request.split][request.row_number]
+            row = self.task_dict[request.task][request.split][request.row_number]  # lmms-eval sets `task_dict`
             messages = request.to_messages(row)
             chats.append(ChatMessages(messages=messages).to_hf_messages())
 

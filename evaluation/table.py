@@ -1,4 +1,4 @@
-"""The table of results: a row for each benchmark, a column for each model, and a column on how it was measured."""
+"""The table of results: a line for each benchmark, a column for each model, and a column on the method."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,22 +25,22 @@ def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
     header = ["benchmark", first_name, *other_names, *difference_titles, "how"]
     num_value_columns = len(header) - 2  # all but the first and the last
     alignment = ["---", *["---:"] * num_value_columns, "---"]
-    rows = [header, alignment]
+    lines = [header, alignment]
 
     for benchmark in benchmarks:
         benchmark_results = [model_results.get(benchmark.task) for model_results in results.values()]
-        rows.append(render_benchmark(benchmark, benchmark_results))
+        lines.append(render_benchmark(benchmark, benchmark_results))
 
     means = [mean_of_paper(model_results) for model_results in results.values()]
     has_means = any(mean != "" for mean in means)
     if has_means:
         no_differences = [""] * len(difference_titles)
-        rows.append([f"mean of the {len(PAPER)}", *means, *no_differences, "plain mean, as in Table 4"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        lines.append([f"mean of the {len(PAPER)}", *means, *no_differences, "plain mean, as in Table 4"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def render_benchmark(benchmark: Benchmark, results: Sequence[TaskResult | None]) -> list[str]:
-    """The table's row for a benchmark. `results` holds `None` for a model that has no result."""
+    """The table's line for a benchmark. `results` holds `None` for a model that has no result."""
     scores = [render_score(result) for result in results]
     differences = [render_difference(results[0], result) for result in results[1:]]
     return [benchmark.title, *scores, *differences, describe_measurement(results)]
@@ -51,8 +51,8 @@ def describe_measurement(results: Sequence[TaskResult | None]) -> str:
     for result in results:
         if result is not None:
             evaluation = result.evaluation
-            rows = f"{evaluation.split}, n = {evaluation.n}"
-            return f"{evaluation.harness} {evaluation.task}; {evaluation.metric}; {rows}; {evaluation.choice}"
+            data = f"{evaluation.split}, n = {evaluation.n}"
+            return f"{evaluation.harness} {evaluation.task}; {evaluation.metric}; {data}; {evaluation.choice}"
     return ""
 
 

@@ -64,8 +64,6 @@ def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
 ) -> None:
     """Saving removes an earlier report's figures from the folder, and no other file."""
     measured = measure(*load_model(str(composed())), pictures, question="what is it?", name="mine")
-    assert "\nmine:\n- Image embeddings enter with " in str(measured)
-
     figures = tmp_path / "figures"
     figures.mkdir()
     (figures / "photo.png").write_bytes(b"a file of the user's")
@@ -77,6 +75,9 @@ def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
     means = pd.read_csv(tmp_path / "report.csv")["mean"]
     assert means.tolist() == pytest.approx(measured.frame()["mean"].tolist(), nan_ok=True)
     assert len(pd.read_csv(tmp_path / "rows.csv")) == len(measured.rows)
+
+    # Printed, a comparison has the lines of the report's box.
+    assert "\nmine:\n- Image embeddings enter with " in str(measured)
 
 
 def test_the_frame_has_means_of_the_rows(composed: Composed, pictures: list[Image.Image]) -> None:

@@ -67,7 +67,7 @@ def test_each_token_of_a_family_gets_its_type(name: str) -> None:
     else:
         assert "newline" not in tokens.excluded
 
-    num_image_ids = (sample["input_ids"] == IMAGE).sum()
+    num_image_ids = (sample["input_ids"] == IMAGE).sum()  # newline features stand at image ids too
     assert tokens.visual.sum() == num_image_ids - num_newlines
     assert tokens.text.sum() == 3 + 9  # the words before and after the picture
     assert tokens.excluded["padding"].sum() == 3

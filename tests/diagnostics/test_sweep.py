@@ -78,7 +78,7 @@ def test_answers_are_scored_as_in_one_pass(name: str) -> None:
     model.lm_head.weight *= 20  # so that logits differ clearly between positions
 
     longer_answer = [8, 9, 8, 9]  # any token ids
-    for answer in ([5, 6, 7], [8, 9]):
+    for answer in ([5, 6, 7], [8, 9]):  # the second is the beginning of the longer answer
         _, log_probabilities = distributions(model, read_prompt(model, sample), [longer_answer, answer])
 
         # The same sample with the answer after the prompt: inputs with a value for each token get more values.
@@ -260,8 +260,9 @@ def test_all_pictures_of_a_row_are_asked_about(model: PreTrainedModel, processor
 
     measured = ask_question(model, processor, questions, number=0, doses=[1.0])
     (loss,) = [row.value for row in measured if row.measure == "loss" and row.control == OWN_PICTURE]
-    right = processor.tokenizer("A<|im_end|>", add_special_tokens=False).input_ids
-    expected = loss_by_hand(model, encode_prompts(processor, [questions[0].prompt]), right, 1.0)
+    right_answer = processor.tokenizer("A<|im_end|>", add_special_tokens=False).input_ids
+    prompt = encode_prompts(processor, [questions[0].prompt])
+    expected = loss_by_hand(model, prompt, right_answer, scale=1.0)
     assert loss == pytest.approx(expected, abs=1e-5)
 
 

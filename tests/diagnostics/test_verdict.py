@@ -31,15 +31,15 @@ from diagnostics.verdict import (
 
 
 # Changes of three pictures.
-CLEAR = np.array([0.2, 0.3, 0.4])  # the interval is above 0
-UNCLEAR = np.array([-0.2, 0.3, 0.4])  # the interval contains 0
+CLEAR = np.array([0.2, 0.3, 0.4])  # the mean is 0.3, and its interval is above 0
+UNCLEAR = np.array([-0.2, 0.3, 0.4])  # the mean is 1/6, and its interval contains 0
 ZERO = np.zeros(3)
 
 
 def sweep_rows(
     changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True
 ) -> pd.DataFrame:
-    """Rows of a sweep of three pictures.
+    """Rows of a sweep of three pictures. At dose 1, the share of right answers is 0.5, and the loss is 2.
 
     Args:
         changes: For each dose but 1, the change of the share of right answers of each picture. The loss of the right

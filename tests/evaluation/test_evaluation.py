@@ -134,7 +134,7 @@ def test_scores_of_rows_are_unknown_where_a_log_has_an_unknown_form(task: str, m
 
 
 def read_row_index(**fields: Any) -> tuple[str, str]:
-    """The index, group and row, that a row log's entry with these fields gets."""
+    """The index, `(group, row)`, of a row whose log entry has these fields."""
     sample = make_sample(0, exact_match=1.0, **fields)
     scores = read_row_scores(DIGITS, score=1.0, samples=[sample])
     assert scores is not None

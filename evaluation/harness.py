@@ -141,7 +141,7 @@ def build_command(benchmark: Benchmark, model_folder: Path, settings: Settings, 
     else:
         model_args += ",trust_remote_code=True"
         command += ["lm_eval", "run", "--model", "hf-multimodal", "--model_args", model_args]
-        # These override the checkpoint's generation config, as our lmms-eval plug-in does.
+        # Override the checkpoint's generation config, as our lmms-eval plug-in does.
         command += ["--gen_kwargs", "num_beams=1", "repetition_penalty=1.0", "no_repeat_ngram_size=0"]
         if benchmark in OURS:
             command.append("--apply_chat_template")

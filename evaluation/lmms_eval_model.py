@@ -52,7 +52,7 @@ class ImageTextToText(lmms):
     def __init__(self, pretrained: str, dtype: str = "auto", batch_size: int = 1) -> None:
         super().__init__()
         self.accelerator = Accelerator()
-        # The base class returns these two as `rank` and `world_size`.
+        # The base class has properties `rank` and `world_size`, which return the next two.
         self._rank = self.accelerator.process_index
         self._world_size = self.accelerator.num_processes
         self.device = self.accelerator.device

@@ -120,7 +120,7 @@ def mean_and_error(scores: pd.Series) -> tuple[float, float | None]:
     groups = scores.groupby("group").agg(["mean", "var", "size"])
     mean = float(groups["mean"].mean())
 
-    # A group of one row has no variance: it is NaN, and so is the sum.
+    # The variance of a single row is NaN, which makes the sum NaN.
     sum_of_variances = (groups["var"] / groups["size"]).sum(skipna=False)
     if isnan(sum_of_variances) or sum_of_variances == 0:
         return mean, None

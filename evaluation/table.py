@@ -47,7 +47,7 @@ def render_benchmark(benchmark: Benchmark, results: Sequence[TaskResult | None])
 
 
 def describe_measurement(results: Sequence[TaskResult | None]) -> str:
-    """How a benchmark was measured, as its first result says; an empty text if there is no result."""
+    """How a benchmark was measured, from the first model that has a result; an empty text if none has."""
     for result in results:
         if result is not None:
             evaluation = result.evaluation
@@ -86,7 +86,7 @@ def render_difference(first: TaskResult | None, second: TaskResult | None) -> st
     # The mean of each group takes one degree of freedom.
     num_groups = row_differences.index.get_level_values("group").nunique()
     degrees_of_freedom = len(row_differences) - num_groups
-    # `stdtrit` gives quantiles of Student's t-distribution. 2.5% lie above the interval, so it ends at 97.5%.
+    # `stdtrit` gives quantiles of Student's t-distribution. The 95% interval ends at the 97.5% quantile.
     upper_quantile = (1 + CONFIDENCE) / 2
     half_width = stdtrit(degrees_of_freedom, upper_quantile) * error
     low = 100 * (mean - half_width)

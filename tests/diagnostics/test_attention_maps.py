@@ -137,7 +137,7 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     processor.image_processor.size = size
     processor.image_processor.crop_size = size  # CLIP's and DINOv2's image processors crop after they resize
 
-    # A black picture, and the same with one orange patch.
+    # A black picture, and a copy with one orange patch.
     black_pixels = np.zeros((size["height"], size["width"], 3), dtype=np.uint8)
     pixels = black_pixels.copy()
     patch_rows = slice(row * PATCH, (row + 1) * PATCH)
@@ -152,7 +152,7 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     assert largest == (row, column)
     assert relative_weights(word_map)[0, row, column] > 1.5  # clearly more than the mean, which is 1
 
-    # The map's picture is the one before the processor normalized it, except for rounding.
+    # The map's picture is the picture before normalization, except for rounding.
     differences = np.asarray(word_map.picture, dtype=int) - pixels
     assert np.abs(differences).max() <= 1
 

@@ -99,7 +99,7 @@ NUM_PICTURES = 12
 # Groups 0 to 11 are the image tokens of twelve pictures, groups 12 to 23 their text tokens. A group has 20 tokens.
 NUM_GROUPS = 2 * NUM_PICTURES
 GROUPS = np.repeat(np.arange(NUM_GROUPS), 20)
-# One pair of sets of groups: those of image tokens, and those of text tokens.
+# One pair of sets of groups: all groups of image tokens, and all groups of text tokens.
 IS_IMAGE_GROUP = np.arange(NUM_GROUPS)[None] < NUM_PICTURES  # [num_pairs, num_groups], with one pair
 IMAGE_AND_TEXT: SetPairs = (IS_IMAGE_GROUP, ~IS_IMAGE_GROUP)
 

@@ -180,7 +180,7 @@ def copy_model(composed: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def error_on_loading(folder: Path) -> str:
-    """The error for a model's folder that can't be loaded. It must be one line that begins with the folder."""
+    """The error for a model's folder that can't be loaded, which must be one line that begins with the folder."""
     with pytest.raises(UserError) as raised:
         load_model(str(folder))
     message = str(raised.value)
@@ -198,7 +198,7 @@ def test_a_model_of_an_unknown_type_is_refused_in_one_line(composed: Callable[..
     folder = copy_model(composed, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = "nope"
-    del config["auto_map"]  # with it, transformers would find the model's class without the type
+    del config["auto_map"]  # `auto_map` names the model's class, so the type would not matter
     (folder / "config.json").write_text(json.dumps(config))
     assert "`nope`" in error_on_loading(folder)
 

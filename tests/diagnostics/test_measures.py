@@ -43,7 +43,7 @@ def test_a_projector_without_a_norm_at_its_end_is_not_measured() -> None:
 @pytest.mark.parametrize("name", ["llava-siglip", "llava_next", "paligemma", "gemma3"])
 @torch.no_grad()
 def test_queries_of_zero_attend_to_all_visible_keys_evenly(name: str, padding: int) -> None:
-    """In PaliGemma a query sees the keys of the whole prompt, in the other families those up to its own position.
+    """In PaliGemma a query sees the keys of the whole prompt, in other families the keys up to its own position.
 
     The padding is on the left, and no query sees it.
     """

@@ -215,7 +215,7 @@ def test_a_layer_without_keys_is_noted(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
-    """`before_rotation` returns a projection's output only if the keys in attention can be its rotation.
+    """`before_rotation` returns a projection's output only if the keys in attention can be a rotation of this output.
 
     Rotary embedding keeps the norm of each key. Another projection, or a norm module in between, doesn't.
     """

@@ -63,7 +63,7 @@ def test_a_language_model_beside_two_models_composed_from_it(
 
 
 def test_the_scale_of_a_decoder_counts(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    """Gemma multiplies its embeddings by the root of its width before its first layer."""
+    """Gemma multiplies embeddings by the square root of their width before the first layer."""
     base = backbones("gemma3")
     main(["--model", str(base), "--output_dir", str(tmp_path)])
     embeddings = read_embeddings(base)

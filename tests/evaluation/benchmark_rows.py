@@ -1,4 +1,4 @@
-"""Made-up rows of the nine benchmarks, in folders named like the datasets on the Hub. `datasets` loads these instead.
+"""Made-up rows of the nine benchmarks. Their folders have the names of the real datasets, so `datasets` loads them.
 
 The columns are real, as on the datasets' pages and in the harnesses' code.
 """
@@ -31,7 +31,7 @@ def mmbench(number: int) -> dict[str, Any]:
     options = [f"thing {question} {letter}" for letter in LETTERS]
     is_second_row = number % 2 == 1
     if is_second_row:
-        index += 1_000_000  # MMBench numbers repetitions of a question in this way
+        index += 1_000_000  # as MMBench numbers the repetition of a question
         options.reverse()
 
     is_a_right = number in (0, 1, 4, 8, 9)
@@ -109,7 +109,7 @@ def ai2d(number: int) -> dict[str, Any]:
 
 
 def hellaswag(number: int) -> dict[str, Any]:
-    """The model's answer is its likeliest ending, so "A" is no answer."""
+    """The model's answer is the ending that it finds likeliest, so "A" is no answer."""
     return {
         "ind": number, "activity_label": "Cooking", "ctx_a": f"A cook takes {number} eggs.", "ctx_b": "the cook",
         "ctx": f"A cook takes {number} eggs. the cook", "endings": ["fries them.", "flies.", "sings.", "sleeps."],

@@ -59,10 +59,10 @@ def make_rows_of_a_model(
     rows = [
         make_rows("at_decoder", around(40), "visual"),
         ratio_rows("ratio", around(40 + seed), around(20)),
-        make_rows("gap", around_by_layer(0) + gap_by_layer, "", layers),
+        make_rows("gap", around_by_layer(0) + gap_by_layer, layers=layers),
         ratio_rows("norm_ratio", around_by_layer(40), around_by_layer(20), layers),
-        make_rows("attention", around_by_layer(0.3, num_layers=2), "", [0, 5]),
-        make_rows("attention_even", around_by_layer(0.4, num_layers=2), "", [0, 5]),
+        make_rows("attention", around_by_layer(0.3, num_layers=2), layers=[0, 5]),
+        make_rows("attention_even", around_by_layer(0.4, num_layers=2), layers=[0, 5]),
         # The gain and the bias have a value for the model, and none for a picture.
         make_rows("gain_l2", whole=8.1),
         make_rows("bias_l2", whole=0.1),

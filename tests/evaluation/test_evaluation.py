@@ -181,7 +181,7 @@ def write_report(
     for subtask, count in row_counts.items():
         report["configs"][subtask] = config
         report["n-shot"][subtask] = 0
-        report["n-samples"][subtask] = {"original": 99, "effective": count}
+        report["n-samples"][subtask] = {"original": 99, "effective": count}  # 99 is without the limit, and is not read
     if omit is not None:
         del report[omit]
 

@@ -1,1 +1,1 @@
-"""Benchmarks of trained models. This package runs two public harnesses, lmms-eval and lm-eval, which score them."""
+"""Scores trained models on benchmarks, with two public harnesses: lmms-eval and lm-eval."""

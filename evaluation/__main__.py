@@ -2,9 +2,9 @@
 
     python -m evaluation runs/Qwen2.5-7B-Instruct/stage2 --batch_size 32 --num_processes 8
 
-Every task is one run of its harness. Its logs and its result go to `evaluation/<task>` in the model's folder. The
-scores of all tasks go to `evaluation.json` there, which the model card reads. A task that has a result already is
-skipped. With `--limit`, `evaluation.json` stays as it is.
+Every task is one run of its harness. A task's logs and its result go to `evaluation/<task>` in the model's folder. The
+scores of all tasks go to `evaluation.json` in the model's folder, which the model card reads. A task that has a result
+already is skipped. With `--limit`, `evaluation.json` stays as it is.
 """
 
 import argparse
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 BENCHMARKS = {benchmark.task: benchmark for benchmark in PAPER + OURS}
 
-# A file in a task's folder, which says which model and which settings gave the folder's result. It is written last, so
-# a folder that holds it is complete.
+# The file in a task's folder that says which model and which settings gave the result. The file is written last, so a
+# folder with this file is complete.
 RESULT_FILE = "result.json"
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     try:
         failed = evaluate(parse(build_parser(), argv))
-    except PackageNotFoundError as error:
+    except PackageNotFoundError as error:  # the harness is not installed
         install = "pip install -e '.[evaluation]', in an environment of its own"
         raise UserError(f"{error.name} missing: {install}.") from error
 
@@ -77,7 +77,7 @@ def evaluate(args: argparse.Namespace) -> list[str]:
     settings = Settings(
         batch_size=args.batch_size, num_processes=args.num_processes, dtype=args.dtype, limit=args.limit
     )
-    folders = dict.fromkeys(args.models)  # each once, in the order of the command line
+    folders = dict.fromkeys(args.models)  # without folders that were given twice
     models = [open_model(folder) for folder in folders]
 
     results: dict[str, dict[str, TaskResult]] = {model.name: {} for model in models}
@@ -115,10 +115,9 @@ def choose_benchmarks(tasks: Sequence[str] | None) -> Sequence[Benchmark]:
 
 
 def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> TaskResult:
-    """Run a task, unless its folder holds a result of this model and these settings.
+    """Run a task, unless its folder holds a result of this model and these settings, and return the result.
 
-    If the folder holds the result of another model or of other settings, that result stays until the new run has
-    succeeded.
+    A result of another model or of other settings stays in the folder until the new run has succeeded.
 
     Raises:
         UserError: if the task fails; its log is then in `<task's folder>.unfinished`.

@@ -1,7 +1,7 @@
 """The nine benchmarks of the paper's Table 4 (arXiv 2512.08374), and this repository's own tasks.
 
-The paper doesn't name the harness, the number of shots or the split, nor the metric for POPE. Next to each score, the
-table of results prints what was chosen here.
+The paper doesn't name the harness, the number of shots, the split, or POPE's metric. The table of results prints what
+was chosen here next to each score.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from typing import Literal
 # What a harness logs for each row of a task:
 # - "score": the row's score.
 # - "answer": the model's answer and the right answer.
-# - "answer in each order": the same two answers, in a task where several rows ask the same question with its options
-#   in different orders, as in MMBench. The model is right about a question only if it is right in every order.
+# - "answer in each order": the model's answer and the right answer, in a task that asks each question in several rows,
+#   with the options in another order in each row, as MMBench does. A question counts as right only if all of its rows
+#   are right.
 RowLog = Literal["score", "answer", "answer in each order"]
 
 
@@ -46,7 +47,7 @@ PAPER = (
         task="mmbench_en_dev_static",
         metric="gpt_eval_score",
         scale=100.0,
-        choice="letters read by rules, not by a paid model, whose failures the benchmark replaces by guesses",
+        choice="letters read by rules; the benchmark itself asks a paid model, and guesses where that fails",
         row_log="answer in each order",
     ),
     Benchmark(
@@ -90,14 +91,14 @@ PAPER = (
         harness="lmms-eval",
         task="ai2d",
         metric="exact_match",
-        choice="letters",
+        choice="answers are letters",
     ),
     Benchmark(
         title="HellaSwag",
         harness="lm-eval",
         task="hellaswag",
         metric="acc_norm",
-        choice="likelihood by length, no chat format",
+        choice="likelihood divided by length, no chat format",
     ),
     Benchmark(
         title="MMLU",
@@ -107,8 +108,9 @@ PAPER = (
         choice="likelihood of letters, no chat format",
     ),
 )
-# The repository's own tasks, from `evaluation/tasks`. They are asked in the model's chat format by both harnesses. Of
-# the paper's benchmarks, those of lmms-eval are asked in the chat format too, and those of lm-eval without it.
+
+# The repository's own tasks, from `evaluation/tasks`. Both harnesses ask them in the model's chat format. Of the
+# paper's benchmarks, only those of lmms-eval are asked in the chat format.
 OURS = (
     Benchmark(title="digits", harness="lmms-eval", task="digits", metric="exact_match"),
     Benchmark(title="digits, lm-eval", harness="lm-eval", task="digits_lm_eval", metric="exact_match"),

@@ -1,7 +1,7 @@
 """Run a harness for one task and one model, in a process of its own.
 
-Tasks don't share a process. In a shared one, OCRBench's scorer would go on counting where an earlier run of OCRBench
-ended, lmms-eval would find that it took the model apart after the first task, and one failure would end all tasks.
+In a process that all tasks share, one failure would end all tasks. Also, OCRBench's scorer would add to the counts of
+an earlier model, and lmms-eval takes the model apart after the first task.
 """
 
 import os
@@ -90,7 +90,7 @@ def open_model(folder: str) -> Model:
     weight_hashes = {name: hashes[name] for name in hashes if fnmatch(name, WEIGHT_FILES)}
     if not weight_hashes:
         raise UserError(
-            f"{folder}: no folder with {WEIGHT_FILES}. Give the folder of a trained model. Merge an adapter before; "
+            f"{folder}: no folder with {WEIGHT_FILES}. Give the folder of a trained model. Merge an adapter first; "
             "download a model on the Hub by: hf download <id> --local-dir <folder>"
         )
     return Model(
@@ -108,13 +108,12 @@ def harness_version(benchmark: Benchmark) -> str:
 
 
 def describe_run(benchmark: Benchmark, model: Model, settings: Settings) -> dict[str, Any]:
-    """All that a score depends on. As long as nothing of this changes, an earlier result is used again.
+    """All that a score depends on. An earlier result with the same description is used again.
 
     Raises:
         importlib.metadata.PackageNotFoundError: if the harness is not installed.
     """
-    # The task files of the paper's benchmarks come with the harness, and change only with its version, which is named
-    # below. Ours can change at any time.
+    # Our own task files can change at any time. The paper's benchmarks change only with the harness's version.
     task_files: str | bool = False
     if benchmark in OURS:
         task_files = fingerprint(hash_files(TASKS, "[!.]*"))  # all but hidden files
@@ -129,20 +128,20 @@ def describe_run(benchmark: Benchmark, model: Model, settings: Settings) -> dict
     }
 
 
-def build_command(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
+def build_command(benchmark: Benchmark, model_folder: Path, settings: Settings, output: Path) -> list[str]:
     """The command that runs a benchmark's harness."""
     command = [sys.executable, "-m"]
     if settings.num_processes > 1:
         # torchrun instead of `accelerate launch`, which fails where timm is installed and torchvision is not.
         command += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(settings.num_processes), "-m"]
 
-    model_args = f"pretrained={model},dtype={settings.dtype}"
+    model_args = f"pretrained={model_folder},dtype={settings.dtype}"
     if benchmark.harness == "lmms-eval":
         command += ["evaluation.lmms_eval_model", "--model", "image_text_to_text", "--model_args", model_args]
     else:
         model_args += ",trust_remote_code=True"
         command += ["lm_eval", "run", "--model", "hf-multimodal", "--model_args", model_args]
-        # These override the checkpoint's generation config, as our lmms-eval plug-in does.
+        # Override the checkpoint's generation config, as our lmms-eval plug-in does.
         command += ["--gen_kwargs", "num_beams=1", "repetition_penalty=1.0", "no_repeat_ngram_size=0"]
         if benchmark in OURS:
             command.append("--apply_chat_template")
@@ -163,7 +162,7 @@ def run_harness(command: list[str], folder: Path) -> None:
     environment = dict(os.environ)
     # Keep the working directory off Python's path: a folder or an old egg-info there would shadow installed packages.
     environment["PYTHONSAFEPATH"] = "1"
-    environment["PYTHONUNBUFFERED"] = "1"  # output arrives here when it is printed
+    environment["PYTHONUNBUFFERED"] = "1"  # so that output arrives as soon as it is printed
     # lmms-eval prints the user's Hub token if it is in the environment, so the token goes to the harness in a file.
     environment.pop("HF_TOKEN", None)
     environment.pop("HUGGING_FACE_HUB_TOKEN", None)

@@ -46,20 +46,20 @@ class ImageTextToText(lmms):
         batch_size: Rows per batch.
     """
 
-    # With this, lmms-eval's requests make chat messages instead of a text and its pictures.
+    # `False` makes lmms-eval's requests give chat messages instead of a text and its pictures.
     is_simple = False
 
     def __init__(self, pretrained: str, dtype: str = "auto", batch_size: int = 1) -> None:
         super().__init__()
         self.accelerator = Accelerator()
-        # The base class returns these two as `rank` and `world_size`.
+        # The base class has properties `rank` and `world_size`, which return the next two.
         self._rank = self.accelerator.process_index
         self._world_size = self.accelerator.num_processes
         self.device = self.accelerator.device
         self.batch_size = int(batch_size)
         self._processor = AutoProcessor.from_pretrained(pretrained, trust_remote_code=True)
-        # The whole model, "", is loaded straight to the device: otherwise each process would first hold a copy in the
-        # machine's memory.
+        # The key "" stands for the whole model. Without a `device_map`, each process would first load the model into
+        # the machine's memory.
         self._model = AutoModelForImageTextToText.from_pretrained(
             pretrained, dtype=dtype, device_map={"": self.device}, trust_remote_code=True
         ).eval()
@@ -96,7 +96,7 @@ class ImageTextToText(lmms):
 
         chats = []
         for request in batch:
-            row = self.task_dict[request.task][request.split][request.row_number]
+            row = self.task_dict[request.task][request.split][request.row_number]  # lmms-eval sets `task_dict`
             messages = request.to_messages(row)
             chats.append(ChatMessages(messages=messages).to_hf_messages())
 
@@ -111,10 +111,10 @@ class ImageTextToText(lmms):
 
         generated = self._model.generate(
             **inputs,
-            max_new_tokens=settings.get("max_new_tokens", 1024),
+            max_new_tokens=settings.get("max_new_tokens", 1024),  # the default of most models in lmms-eval
             num_beams=settings.get("num_beams", 1),
             do_sample=False,
-            # The checkpoint's generation config may set these two; the answers shall be purely greedy.
+            # The checkpoint's generation config may set the next two, but the answers shall be purely greedy.
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
         )

@@ -27,7 +27,7 @@ class Evaluation:
         command: The command that measured the value.
         weights: [`~common.files.fingerprint`] of the weights that were measured. The model card refuses a result
             that has no such fingerprint, or the fingerprint of other weights.
-        harness: Name and version of the harness; `None` if a script measured it.
+        harness: Name and version of the harness; `None` if a script measured the value.
         choice: Number of shots, and other choices of method.
         baseline: The score of something simpler than a model, such as guessing; `None` if it is unknown.
         baseline_name: What the baseline is, such as "guessing".

@@ -20,8 +20,8 @@ from evaluation.record import Evaluation
 from evaluation.row_scores import mean_and_error, read_row_scores
 
 
-# Patterns of the paths of the report and of the row logs, below the folder that the harness is given. For example,
-# lmms-eval writes model/20260101_000000_results.json and model/20260101_000000_samples_mmstar.jsonl.
+# Where a harness writes its report and its row logs, below the folder that it is given. For example, lmms-eval writes
+# model/20260101_000000_results.json and model/20260101_000000_samples_mmstar.jsonl.
 REPORTS = {"lmms-eval": "*/[0-9]*_results.json", "lm-eval": "*/results_*.json"}
 ROW_LOGS = {"lmms-eval": "*/[0-9]*_samples_*.jsonl", "lm-eval": "*/samples_*.jsonl"}
 
@@ -63,7 +63,7 @@ class Report:
     for the group, and the other fields have an entry for each subject.
 
     Attributes:
-        results: Scores by metric and answer filter, such as "exact_match,none".
+        results: Scores, each named by metric and answer filter, such as "exact_match,none".
         configs: Where the rows come from.
         num_shots: Number of shots.
         num_rows: Number of rows.
@@ -79,7 +79,7 @@ def read_result(folder: Path, benchmark: Benchmark, settings: Settings, model: M
     """Read what a harness wrote into a folder.
 
     Raises:
-        UserError: if there is no score; lmms-eval exits with 0 even then.
+        UserError: if there is no score. (lmms-eval exits with 0 even without a score.)
     """
     report = read_report(folder, benchmark)
     reported_score, answer_filter = find_score(report, benchmark, folder)
@@ -110,7 +110,7 @@ def read_report(folder: Path, benchmark: Benchmark) -> Report:
     """The report that a harness wrote into a folder.
 
     Raises:
-        UserError: if there is no report, or its form is unknown.
+        UserError: if there isn't exactly one report, or its form is unknown.
     """
     paths = list(folder.glob(REPORTS[benchmark.harness]))
     if len(paths) != 1:
@@ -164,7 +164,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def describe_dataset(report: Report, benchmark: Benchmark) -> str:
-    """The Hub id of a task's dataset, followed by its configuration if there is one for all rows."""
+    """The Hub id of a task's dataset, with its configuration if all rows have the same; the title for our own rows."""
     first_config, *other_configs = report.configs.values()
     hub_id = first_config.dataset_path or ""
     if "/" not in hub_id:  # our own rows are local files, and their `dataset_path` is "json"
@@ -184,7 +184,7 @@ def describe_split(report: Report, settings: Settings) -> str:
 
 
 def describe_command(benchmark: Benchmark, settings: Settings, model: Model) -> str:
-    """The command that measures a result again. An absolute path is cut to its last name, to hide local folders."""
+    """The command that measures a result again. Of an absolute path, only the last folder is named."""
     name = model.path.name if model.path.is_absolute() else model.name
     command = f"python -m evaluation {name} --tasks {benchmark.task}"
     if settings.dtype != "auto":

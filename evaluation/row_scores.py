@@ -9,8 +9,8 @@ import pandas as pd
 from evaluation.benchmarks import Benchmark
 
 
-# MMBench repeats a question with its options in other orders, and adds this to the index for each repetition: question
-# 7 has the indices 7, 1000007, 2000007 and so on.
+# MMBench repeats a question with its options in other orders, and adds this number to the index for each repetition:
+# question 7 has the indices 7, 1000007, 2000007 and so on.
 INDEX_STEP = 1_000_000
 
 
@@ -20,7 +20,7 @@ class RowScore(NamedTuple):
     Attributes:
         group: The row's category in MM-Star, whose score is the mean of the categories' means; empty in other tasks.
         row: Text that identifies the row, or in MMBench the row's question. It is the same for every model.
-        score: The score, 0 to 1; `None` if the log entry has an unknown form.
+        score: The score, 0 to 1; `None` if the row's log entry has an unknown form.
     """
 
     group: str
@@ -103,9 +103,9 @@ def as_number(value: Any) -> float | None:
 
 
 def exact_match(answer: Any, right_answer: Any) -> float | None:
-    """1 if two answers are equal, else 0; `None` if either is no text.
+    """1 if two answers are equal, else 0; `None` if either is not a string.
 
-    Upper and lower case are the same, and white space around an answer doesn't count.
+    Case and white space around an answer don't count.
     """
     if not isinstance(answer, str) or not isinstance(right_answer, str):
         return None
@@ -120,7 +120,7 @@ def mean_and_error(scores: pd.Series) -> tuple[float, float | None]:
     groups = scores.groupby("group").agg(["mean", "var", "size"])
     mean = float(groups["mean"].mean())
 
-    # A group of one row has no variance: it is NaN, and so is the sum.
+    # The variance of a single row is NaN, which makes the sum NaN.
     sum_of_variances = (groups["var"] / groups["size"]).sum(skipna=False)
     if isnan(sum_of_variances) or sum_of_variances == 0:
         return mean, None

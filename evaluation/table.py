@@ -1,4 +1,4 @@
-"""The table of results: a row for each benchmark, a column for each model, and a column on how it was measured."""
+"""The table of results: a line for each benchmark, a column for each model, and a column on the method."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,42 +17,42 @@ CONFIDENCE = 0.95
 def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """The table in Markdown, with all values in percent.
 
-    The cell of a score holds its standard error too. Further columns hold each other model's difference from the first
-    model, with its 95% interval.
+    A score has its standard error beside it. After the scores come the differences of the other models from the first
+    model, each with its 95% interval.
     """
     first_name, *other_names = results
     difference_titles = [f"{name} − {first_name} (95% interval)" for name in other_names]
     header = ["benchmark", first_name, *other_names, *difference_titles, "how"]
     num_value_columns = len(header) - 2  # all but the first and the last
     alignment = ["---", *["---:"] * num_value_columns, "---"]
-    rows = [header, alignment]
+    lines = [header, alignment]
 
     for benchmark in benchmarks:
         benchmark_results = [model_results.get(benchmark.task) for model_results in results.values()]
-        rows.append(render_benchmark(benchmark, benchmark_results))
+        lines.append(render_benchmark(benchmark, benchmark_results))
 
     means = [mean_of_paper(model_results) for model_results in results.values()]
     has_means = any(mean != "" for mean in means)
     if has_means:
         no_differences = [""] * len(difference_titles)
-        rows.append([f"mean of the {len(PAPER)}", *means, *no_differences, "plain mean, as in Table 4"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        lines.append([f"mean of the {len(PAPER)}", *means, *no_differences, "plain mean, as in Table 4"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def render_benchmark(benchmark: Benchmark, results: Sequence[TaskResult | None]) -> list[str]:
-    """The table's row for a benchmark. `results` holds `None` for a model that has no result."""
+    """The table's line for a benchmark. `results` holds `None` for a model that has no result."""
     scores = [render_score(result) for result in results]
     differences = [render_difference(results[0], result) for result in results[1:]]
     return [benchmark.title, *scores, *differences, describe_measurement(results)]
 
 
 def describe_measurement(results: Sequence[TaskResult | None]) -> str:
-    """How a benchmark was measured, as its first result says; an empty text if there is no result."""
+    """How a benchmark was measured, from the first model that has a result; an empty text if none has."""
     for result in results:
         if result is not None:
             evaluation = result.evaluation
-            rows = f"{evaluation.split}, n = {evaluation.n}"
-            return f"{evaluation.harness} {evaluation.task}; {evaluation.metric}; {rows}; {evaluation.choice}"
+            data = f"{evaluation.split}, n = {evaluation.n}"
+            return f"{evaluation.harness} {evaluation.task}; {evaluation.metric}; {data}; {evaluation.choice}"
     return ""
 
 
@@ -86,7 +86,7 @@ def render_difference(first: TaskResult | None, second: TaskResult | None) -> st
     # The mean of each group takes one degree of freedom.
     num_groups = row_differences.index.get_level_values("group").nunique()
     degrees_of_freedom = len(row_differences) - num_groups
-    # `stdtrit` gives quantiles of Student's t-distribution. 2.5% lie above the interval, so it ends at 97.5%.
+    # `stdtrit` gives quantiles of Student's t-distribution. The 95% interval ends at the 97.5% quantile.
     upper_quantile = (1 + CONFIDENCE) / 2
     half_width = stdtrit(degrees_of_freedom, upper_quantile) * error
     low = 100 * (mean - half_width)

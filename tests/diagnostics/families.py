@@ -39,7 +39,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# Sizes of the vision encoders of most families. Their picture has 28 x 28 pixels.
+# Sizes of the vision encoders of most families. Each takes a picture of 28 x 28 pixels.
 VISION: dict[str, Any] = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -48,9 +48,8 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 7,
 }
-NUM_PATCHES = 4 * 4
-# Number of image tokens in families that merge 2 x 2 of these patches to one image token.
-NUM_MERGED = 2 * 2
+NUM_PATCHES = 4 * 4  # 28 / 7 on each side
+NUM_MERGED = 2 * 2  # number of image tokens in families that merge 2 x 2 patches to one
 
 # Sizes of the vision encoders that take a picture as the patches of a grid of any size.
 GRID_VISION: dict[str, Any] = {
@@ -63,10 +62,10 @@ GRID_VISION: dict[str, Any] = {
     "temporal_patch_size": 2,
     "out_hidden_size": 32,
 }
-GRID = torch.tensor([[1, 4, 6]])  # number of patches of their picture along time, height and width
+GRID = torch.tensor([[1, 4, 6]])  # number of patches along time, height and width
 NUM_MERGED_OF_GRID = 2 * 3  # number of image tokens: 2 x 2 patches are merged to one
 
-# Rotary embedding with a position for time, for height and for width, as in Qwen2-VL.
+# Rotary embedding with positions in time, height and width, as in Qwen2-VL. The sections add up to half a head's size.
 ROPE_OF_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 # The token ids, by the names of the fields that hold them in the configs of Qwen-VL and of GLM-4V.
@@ -86,7 +85,7 @@ GLM_TOKENS = {
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a small model of a family and a picture for it.
+    """How to make a family's small model, and a picture for the model.
 
     Attributes:
         config: The model's config.
@@ -119,7 +118,7 @@ def siglip_config(**fields: Any) -> Any:
 
 
 def llava_config(vision: str, model_type: str = "llava", **fields: Any) -> Any:
-    """Config of a family that is built like Llava: a vision encoder of type `vision`, and by default a Llama."""
+    """Config of a family that is built like Llava, by default with a Llama decoder. `vision` is the encoder's type."""
     defaults = {
         "vision_config": make_config(vision, **VISION),
         "text_config": text_config("llama"),
@@ -132,13 +131,14 @@ def square_picture(tiles: int | None = None, **extra: torch.Tensor) -> Callable[
     """A function that makes a picture of 28 x 28 pixels.
 
     Args:
-        tiles: Number of tiles of this size, for families whose pictures consist of tiles.
-        extra: What else the image processor returns.
+        tiles: Number of tiles of 28 x 28 pixels, for families whose pictures consist of tiles.
+        extra: Whatever the image processor returns beside the pixels.
     """
     shape = (1, 3, 28, 28) if tiles is None else (1, tiles, 3, 28, 28)
 
     def make_picture() -> dict[str, torch.Tensor]:
-        return {"pixel_values": torch.rand(shape) * 2 - 1, **extra}
+        pixels = torch.rand(shape) * 2 - 1  # from -1 to 1
+        return {"pixel_values": pixels, **extra}
 
     return make_picture
 
@@ -154,7 +154,7 @@ def grid_picture(*patch_shape: int) -> Callable[[], dict[str, torch.Tensor]]:
 
 
 def lfm2_picture() -> dict[str, torch.Tensor]:
-    """A picture as LFM2-VL gets it: patches in a row, with the shape of their grid and a mask of real patches."""
+    """A picture for LFM2-VL: a list of patches, the shape of their grid, and a mask, in which no patch is padding."""
     return {
         "pixel_values": torch.randn(1, NUM_PATCHES, 3 * 7 * 7),
         "spatial_shapes": torch.tensor([[4, 4]]),
@@ -163,18 +163,22 @@ def lfm2_picture() -> dict[str, torch.Tensor]:
 
 
 def gemma4_picture() -> dict[str, torch.Tensor]:
-    """A picture as Gemma 4 gets it: patches in a row, with the place of each patch as column and row."""
-    rows_and_columns = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    """A picture for Gemma 4: a list of patches, and the column and the row of each."""
+    rows_and_columns = torch.cartesian_prod(torch.arange(4), torch.arange(4))  # [num_patches, 2]
+    columns_and_rows = rows_and_columns.flip(1)
     return {
         "pixel_values": torch.rand(1, NUM_PATCHES, 3 * 7 * 7),
-        "image_position_ids": rows_and_columns.flip(1)[None],
+        "image_position_ids": columns_and_rows[None],
     }
 
 
 def tiled_family(vision: str, model_type: str, **fields: Any) -> Family:
-    """A Llava that takes a picture as a whole and as two tiles, and ends each row of the tiles with a newline."""
+    """A Llava that takes a picture as a whole and as two tiles, and ends each row of the tiles with a newline feature.
+
+    The picture has 28 x 56 pixels, so its tiles lie side by side: 4 rows of 8 patches.
+    """
     resolutions = [[28, 56], [56, 28]]  # height and width of the two tiles together
-    num_rows = 4  # of patches in two tiles side by side
+    num_rows = 4
     num_columns = 8
     num_newlines = num_rows
     return Family(
@@ -196,7 +200,7 @@ def grid_family(model_type: str, vision: dict[str, Any], text: dict[str, Any], t
     """
     return Family(
         config=make_config(model_type, vision_config=vision, text_config={**TEXT, **text}, **tokens),
-        make_picture=grid_picture(3 * 2 * 4 * 4),  # values of a patch: channels, time, height, width
+        make_picture=grid_picture(3 * 2 * 4 * 4),  # channels, time, height and width of a patch
         num_image_tokens=NUM_MERGED_OF_GRID,
         token_types="mm_token_type_ids",
         boundaries=True,
@@ -266,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         num_image_tokens=NUM_PATCHES,
         token_types="token_type_ids",
     ),
-    # The picture in tiles, with newlines.
+    # The picture is cut into tiles.
     "llava_next": tiled_family("clip_vision_model", "llava_next"),
     "llava_onevision": tiled_family("siglip_vision_model", "llava_onevision", video_token_index=VIDEO),
     # Patches are merged.
@@ -404,7 +408,7 @@ FAMILIES: dict[str, Family] = {
         token_types="mm_token_type_ids",
         boundaries=True,
     ),
-    # The picture as the patches of a grid, which are merged.
+    # The picture is a grid of any size, and its patches are merged.
     "qwen2_vl": grid_family(
         "qwen2_vl",
         vision={"depth": 3, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
@@ -477,9 +481,10 @@ def build(name: str) -> PreTrainedModel:
 
 
 def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
-    """One sample with this much padding on the left: BOS, three words, a picture, nine words. A word is one token.
+    """One sample: BOS, three words, a picture, nine words. A word is one token.
 
-    In a family with `boundaries`, the picture stands between `START` and `END`.
+    In a family with `boundaries`, the picture stands between `START` and `END`. `padding` is the number of padding
+    tokens before BOS.
     """
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(1)
@@ -489,7 +494,7 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
         picture = [START, *picture, END]
 
     prompt = [BOS, *words[:3], *picture, *words[3:]]
-    input_ids = torch.tensor([[0] * padding + prompt])
+    input_ids = torch.tensor([[TEXT["pad_token_id"]] * padding + prompt])
     attention_mask = torch.tensor([[0] * padding + [1] * len(prompt)])
 
     torch.manual_seed(2)  # so that the picture's random values are the same on every call
@@ -500,7 +505,7 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
 
 
 def tokens_of(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> Tokens:
-    """The type of each position of a sample, as far as its inputs tell."""
+    """The type of each position of a sample, by the sample's token ids and masks."""
     return classify_sample(sample, token_ids(model))
 
 

@@ -1,4 +1,4 @@
-"""The likeliest of a list of answers, compared with scoring each answer in full; and the token ids of an answer."""
+"""Tests of finding the likeliest of a list of answers, and of an answer's token ids."""
 
 import warnings
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from diagnostics.answers import (
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
+# Each letter is a token, so many of these answers begin with the same tokens.
 ANSWERS = ["a", "ab", "abc", "b", "bbbb", "cat", "car", "cart", "dog", "do", "zebra", "zoo", "x", "xy", "no", "nod"]
 
 
@@ -34,9 +35,9 @@ def score_in_one_pass(model: PreTrainedModel, inputs: Any, answer: list[int]) ->
     log_probabilities = logits.log_softmax(dim=-1)
 
     # The model predicts each token at the position before it.
-    first = len(ids[0]) - len(answer)
+    answer_start = len(ids[0]) - len(answer)
     score = 0.0
-    for position, token in enumerate(answer, start=first):
+    for position, token in enumerate(answer, start=answer_start):
         score += log_probabilities[position - 1, token].item()
     return score
 
@@ -56,7 +57,7 @@ def test_no_answer_is_likelier_than_the_likeliest(
     with torch.no_grad():
         model.lm_head.weight *= logit_factor
 
-    assert len(ANSWERS) > CHUNK_SIZE  # otherwise all are scored at once
+    assert len(ANSWERS) > CHUNK_SIZE  # otherwise all answers are scored at once
     answers = []
     for answer in ANSWERS:
         answers.append(processor.tokenizer(f"{answer}<|im_end|>", add_special_tokens=False).input_ids)
@@ -69,7 +70,9 @@ def test_no_answer_is_likelier_than_the_likeliest(
 
 
 def make_template(before_text: str = "", text: str = "message.content[-1].text", end_of_turn: str = "") -> str:
-    """A chat template that writes a turn as its role, `before_text`, its text and `end_of_turn`: "<user>What?".
+    """A chat template that writes a turn as its role, `before_text`, its text and `end_of_turn`.
+
+    With the defaults, a question is written as "<user>What?".
 
     Args:
         before_text: What the template writes before the text.
@@ -109,7 +112,7 @@ def test_no_deprecated_argument_is_used(
         distributions(model, read_prompt(model, inputs), [[1, 2, 3]])
 
 
-# The tokenizer's end token is <|im_end|>. It has a second special token, <|im_start|>.
+# The tokenizer has two special tokens: <|im_end|>, which is its end token, and <|im_start|>.
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -129,7 +132,7 @@ def test_no_deprecated_argument_is_used(
             id="a space before the answer belongs to it, as in SmolVLM",
         ),
         pytest.param(
-            make_template(end_of_turn="<\\s> "),
+            make_template(end_of_turn="<\\s> "),  # plain text for this tokenizer
             "cat<|im_end|>",
             id="no special token ends the turn, as in LLaVA-1.6 with Mistral",
         ),
@@ -139,7 +142,7 @@ def test_no_deprecated_argument_is_used(
             id="the template changes the answer",
         ),
         pytest.param(
-            # For an answer this adds a text to the list of the message's contents, which fails in Jinja as in Python.
+            # For an answer, this adds a string to a list, which fails in Jinja as in Python.
             make_template(text="(message.content if message.role == 'user' else message.content + '') | string"),
             "cat<|im_end|>",
             id="the template fails, because the answer's content is a list",

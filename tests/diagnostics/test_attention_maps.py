@@ -1,4 +1,4 @@
-"""Attention maps, against transformers' own attention, and of models that are made to look at one patch."""
+"""Tests of attention maps: against transformers' own attention, and of models that are made to look at one patch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -110,12 +110,12 @@ def let_z_look_at_difference(
 def respond_only_to(direction: torch.Tensor, projection: torch.nn.Linear) -> None:
     """Let a projection measure how far its input goes in a direction, in one coordinate of each head.
 
-    That is coordinate 3 of the eight coordinates of a head, because rotary embedding hardly changes this one. The
-    other coordinates become 0. The factor of 2 makes the attention to the direction clear.
+    The other coordinates become 0.
     """
-    coordinate = 3
+    coordinate = 3  # of a head's eight, rotary embedding turns coordinates 3 and 7 the least
     projection.weight.zero_()
     projection.bias.zero_()
+    # The factor of 2 makes the attention to the direction clear.
     projection.weight[coordinate::HEAD_DIM] = 2 * direction / direction.norm()
 
 
@@ -137,7 +137,7 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     processor.image_processor.size = size
     processor.image_processor.crop_size = size  # CLIP's and DINOv2's image processors crop after they resize
 
-    # A black picture, and the same with one orange patch.
+    # A black picture, and a copy with one orange patch.
     black_pixels = np.zeros((size["height"], size["width"], 3), dtype=np.uint8)
     pixels = black_pixels.copy()
     patch_rows = slice(row * PATCH, (row + 1) * PATCH)
@@ -152,7 +152,7 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     assert largest == (row, column)
     assert relative_weights(word_map)[0, row, column] > 1.5  # clearly more than the mean, which is 1
 
-    # The map's picture is the one before the processor normalized it, except for rounding.
+    # The map's picture is the picture before normalization, except for rounding.
     differences = np.asarray(word_map.picture, dtype=int) - pixels
     assert np.abs(differences).max() <= 1
 
@@ -242,7 +242,7 @@ def test_no_more_than_three_questions_are_chosen(picture: Image.Image) -> None:
 
 
 def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:
-    """Maps of two layers, with 3 x 4 patches each."""
+    """Each map has two layers and 3 x 4 patches."""
     weak_weights = np.random.default_rng(0).uniform(0.001, 0.002, (2, 3, 4))
     weak = AttentionMap("colour", QUESTION, picture, layers=[0, 7], weights=weak_weights)
     strong_weights = np.full((2, 3, 4), 0.02)
@@ -263,7 +263,7 @@ def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:
     labels = []
     for axis in figure.axes:
         labels += [text.get_text() for text in axis.texts]
-    assert "layer 0, 42% on picture" in labels  # 0.2 for one patch, and 0.02 for each of eleven
+    assert "layer 0, 42% on picture" in labels  # 0.2 for one patch, and 0.02 for each of the other eleven
 
 
 def test_the_report_shows_attention_maps(

@@ -1,4 +1,4 @@
-"""The command as a user runs it: from models and pictures on disk to the report; and what it refuses."""
+"""The command as a user runs it: from models and pictures on disk to the report; and what the command refuses."""
 
 import json
 import shutil
@@ -26,6 +26,7 @@ QUESTIONS = ("what is it?", "<b>which | colour</b>?", "why, and how many of them
 
 
 def make_turns(question: str, answer: str) -> list[dict[str, str]]:
+    """A question and its answer, as a row of LLaVA data has them."""
     return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
 
@@ -56,8 +57,8 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
 
     output = tmp_path / "report"
     models = ("--model", without_norm, with_norm, broken, "--names", "without", "with", "broken")
-    word = "them"  # the last of `QUESTIONS` has it
-    with pytest.raises(SystemExit, match="no file named"):
+    word = "them"  # a word of the last question
+    with pytest.raises(SystemExit, match="no file named"):  # transformers' error for missing weights
         run(*models, "--data", data, "--attention_map", word, "--output_dir", output)
 
     report = read_record(Report, output / "report.json")
@@ -69,10 +70,10 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
     assert second.num_pictures == 3
     assert second.num_tokens["visual"] == 3 * 4  # a picture has 2 x 2 patches
     assert second.excluded["special"] > 0
-    # Composing starts image tokens at T.
+    # Composing gives image embeddings the norm of text embeddings.
     assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)
     assert second.summary.look("gain_drift").mean == pytest.approx(0, abs=1e-6)  # the model was not trained
-    assert first.summary.look("gain_l2") is None
+    assert first.summary.look("gain_l2") is None  # without a norm module there is no gain
     assert first.weights is not None
     assert second.weights is not None
     assert first.weights != second.weights
@@ -87,7 +88,7 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
 
 @pytest.fixture
 def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The arguments of each call that should load a model. None is loaded."""
+    """The arguments of each call that would load a model. With this fixture, no model is loaded."""
     loaded: list[object] = []
     monkeypatch.setattr("diagnostics.__main__.load_model", lambda *args, **kwargs: loaded.append(args))
     return loaded

@@ -1,4 +1,4 @@
-"""Measuring models in memory, as in a notebook."""
+"""Tests of measuring models in memory, as in a notebook."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_model_in_memory_stays_as_it_is(composed: Composed, pictures: list[Ima
 
 
 def test_nothing_is_kept_for_a_backward_pass(composed: Composed, pictures: list[Image.Image]) -> None:
-    """It would take more memory than asking a question does."""
+    """A graph for the backward pass would take more memory than asking a question does."""
     model, processor = load_model(str(composed()))
     needs_gradient: list[bool] = []
 
@@ -64,19 +64,20 @@ def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
 ) -> None:
     """Saving removes an earlier report's figures from the folder, and no other file."""
     measured = measure(*load_model(str(composed())), pictures, question="what is it?", name="mine")
-    assert "\nmine:\n- Image embeddings enter with " in str(measured)
-
     figures = tmp_path / "figures"
     figures.mkdir()
     (figures / "photo.png").write_bytes(b"a file of the user's")
     (figures / "keys.png").write_bytes(b"a figure of an earlier report")
-    monkeypatch.setattr(type(measured), "figures", lambda measured: {})  # no figure is drawn
+    monkeypatch.setattr(type(measured), "figures", lambda comparison: {})  # no figure is drawn
     measured.save(tmp_path)
     assert [path.name for path in figures.iterdir()] == ["photo.png"]
 
     means = pd.read_csv(tmp_path / "report.csv")["mean"]
     assert means.tolist() == pytest.approx(measured.frame()["mean"].tolist(), nan_ok=True)
     assert len(pd.read_csv(tmp_path / "rows.csv")) == len(measured.rows)
+
+    # Printed, a comparison has the lines of the report's box.
+    assert "\nmine:\n- Image embeddings enter with " in str(measured)
 
 
 def test_the_frame_has_means_of_the_rows(composed: Composed, pictures: list[Image.Image]) -> None:
@@ -95,7 +96,6 @@ def test_the_frame_has_means_of_the_rows(composed: Composed, pictures: list[Imag
 
 
 def test_the_order_of_models_does_not_change_their_rows(composed: Composed, pictures: list[Image.Image]) -> None:
-    """The first model is measured before any other, so the rows also don't depend on other models."""
     with_norm = load_model(str(composed(projector_norm="gwc")))
     without_norm = load_model(str(composed(projector_norm="none")))
     rows = compare({"with": with_norm, "without": without_norm}, pictures, num_samples=3).rows
@@ -117,8 +117,8 @@ def test_an_error_names_the_model_or_the_picture(composed: Composed, pictures: l
         measure(model, processor, pictures)
 
 
-def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], tmp_path: Path) -> None:
-    """Both are turned as their EXIF data says, and the same picture counts once."""
+def test_pictures_in_memory_give_the_same_questions_as_a_folder(pictures: list[Image.Image], tmp_path: Path) -> None:
+    """A picture is turned as its EXIF data says, and counts once if it is given twice."""
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # turned by 90 degrees
     pictures[0].resize((48, 32)).save(tmp_path / "a.png", exif=exif)

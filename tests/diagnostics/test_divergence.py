@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence, against the integral over known densities, and of sets that are alike or disjoint."""
+"""Tests of the Jensen-Shannon divergence: against an integral, against scipy's, and of sets alike or disjoint."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ from scipy.stats import norm
 from diagnostics.divergence import BINS, SetPairs, histogram_divergence, jensen_shannon, measure_divergence
 
 
-# One pair of sets: group 0, and group 1.
+# One pair of sets of groups: the set of group 0, and the set of group 1.
 TWO_GROUPS: SetPairs = (np.array([[True, False]]), np.array([[False, True]]))
 
 
 def divergence_of_normals(distance: float) -> float:
-    """Divergence in bits of two normal distributions with deviation 1 and means at this distance, by the integral."""
+    """Divergence in bits of two normal distributions whose deviation is 1 and whose means differ by `distance`."""
 
     def integrand(x: float) -> float:
         first = norm.pdf(x)
@@ -22,7 +22,7 @@ def divergence_of_normals(distance: float) -> float:
         mixture = (first + second) / 2
         return (first * np.log2(first / mixture) + second * np.log2(second / mixture)) / 2
 
-    # Eight deviations beyond both means, there is nothing left to integrate.
+    # Both densities are practically 0 beyond eight deviations from their means.
     return quad(integrand, -8, distance + 8, limit=200)[0]
 
 
@@ -99,7 +99,7 @@ NUM_PICTURES = 12
 # Groups 0 to 11 are the image tokens of twelve pictures, groups 12 to 23 their text tokens. A group has 20 tokens.
 NUM_GROUPS = 2 * NUM_PICTURES
 GROUPS = np.repeat(np.arange(NUM_GROUPS), 20)
-# One pair of sets: all image tokens, and all text tokens.
+# One pair of sets of groups: all groups of image tokens, and all groups of text tokens.
 IS_IMAGE_GROUP = np.arange(NUM_GROUPS)[None] < NUM_PICTURES  # [num_pairs, num_groups], with one pair
 IMAGE_AND_TEXT: SetPairs = (IS_IMAGE_GROUP, ~IS_IMAGE_GROUP)
 
@@ -107,7 +107,7 @@ IMAGE_AND_TEXT: SetPairs = (IS_IMAGE_GROUP, ~IS_IMAGE_GROUP)
 def split_pictures(rng: np.random.Generator, num_splits: int) -> SetPairs:
     """Pairs of a random half of the pictures and the other half.
 
-    In the first `num_splits` pairs, a half has its image tokens. In the other pairs, it has its text tokens.
+    The first `num_splits` pairs have the image tokens of the two halves, the other pairs have their text tokens.
     """
     first_sets = np.zeros((2 * num_splits, NUM_GROUPS), dtype=bool)
     second_sets = np.zeros((2 * num_splits, NUM_GROUPS), dtype=bool)

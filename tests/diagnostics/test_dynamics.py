@@ -1,4 +1,4 @@
-"""The command that measures the checkpoints of a run."""
+"""Tests of the command that measures the checkpoints of a run."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def data(tmp_path: Path, picture: Image.Image) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, composed: Callable[..., Path]) -> Path:
-    """A run's folder. Checkpoint 5 has no norm module after the projector, and checkpoint 10 has one, a "gwc"."""
+    """A run's folder. Only checkpoint 10 has a norm module after the projector, so the two checkpoints differ."""
     run = tmp_path / "run"
     shutil.copytree(composed(projector_norm="none"), run / "checkpoint-5")
     shutil.copytree(composed(projector_norm="gwc"), run / "checkpoint-10")
@@ -52,7 +52,7 @@ def test_the_file_has_the_measures_of_start_and_checkpoints(
 ) -> None:
     start = str(composed())  # the same model as checkpoint 10
     table = measure_run(run, data, "--start", start)
-    assert (run / "dynamics.png").stat().st_size > 10_000
+    assert (run / "dynamics.png").stat().st_size > 10_000  # bytes: the figure isn't empty
     assert table["step"].unique().tolist() == [0, 5, 10]
 
     # The command measures no attention and no keys, and so needs no layers.

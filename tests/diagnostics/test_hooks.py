@@ -1,4 +1,4 @@
-"""What `InterfaceHooks` passes before and after the MLP of the decoder's first layer."""
+"""Tests of the hidden states that `InterfaceHooks` passes before and after the MLP of the decoder's first layer."""
 
 import pytest
 import torch
@@ -35,11 +35,12 @@ def test_an_mlp_that_adds_nothing_leaves_the_state_before_it_as_the_output(name:
 
     states = states_by_place(model, inputs(name))
     assert torch.equal(states["before_mlp"], states["after_mlp"])
-    # At "decoder", the states enter the layer. Attention adds something to them.
+    # The place "decoder" is where the states enter the layer, before attention adds to them.
     assert not torch.allclose(states["before_mlp"], states["decoder"])
 
 
 def test_there_is_no_place_before_an_mlp_that_gets_the_same_input_as_attention() -> None:
+    """In Cohere 2's layers, attention and MLP run side by side."""
     states = states_by_place(build("cohere2_vision"), inputs("cohere2_vision"))
     assert "after_mlp" in states
     assert "before_mlp" not in states

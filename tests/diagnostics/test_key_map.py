@@ -1,4 +1,4 @@
-"""Places of attention keys on a plane, for records whose keys the tests have made up."""
+"""Tests of the key map, which places attention keys on a plane. The keys are made up."""
 
 import dataclasses
 
@@ -13,9 +13,8 @@ from diagnostics.table import Summary
 from families import build, inputs, record_sample
 
 
-# The layers that the records have keys of. Of four layers, the first, the third and the last are placed.
-LAYERS = (0, 5, 9, 20)
-PLACED_LAYERS = [0, 9, 20]
+LAYERS = (0, 5, 9, 20)  # of which the records have keys
+PLACED_LAYERS = [0, 9, 20]  # the first, the third and the last of these four
 NUM_PICTURES = 6
 NUM_TEXT_TOKENS = 12  # of the question that is asked about each picture
 
@@ -51,7 +50,9 @@ def test_each_placed_layer_has_as_many_image_tokens_as_text_tokens(records: list
     placed = place_keys(records, rows)
     assert sorted(placed["layer"].unique()) == PLACED_LAYERS
     sizes = placed.groupby(["layer", "modality"]).size()
-    assert sizes.tolist() == [NUM_PICTURES * NUM_TEXT_TOKENS] * 2 * len(PLACED_LAYERS)  # of both modalities
+    num_sizes = len(PLACED_LAYERS) * 2  # two modalities
+    # A picture has more image tokens than text tokens, so all text tokens are placed, and as many image tokens.
+    assert sizes.tolist() == [NUM_PICTURES * NUM_TEXT_TOKENS] * num_sizes
 
 
 def test_keys_get_the_same_places_every_time(records: list[Record], rows: pd.DataFrame) -> None:

@@ -1,6 +1,6 @@
-"""Distances between the keys of image and text tokens: MMD², and a linear probe that tells the modalities apart.
+"""Tests of two distances between the keys of image and of text tokens: MMD², and the accuracy of a linear probe.
 
-MMD² is compared with its definition, and both are measured for keys whose distribution is known.
+MMD² is compared with its definition. Both distances are measured for keys whose distribution is known.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> No
     assert mmd == pytest.approx([expected])
 
 
-def test_the_linear_probe_tells_modalities_apart_that_lie_apart() -> None:
+def test_the_linear_probe_finds_the_modality_of_tokens_that_lie_apart() -> None:
     rng = np.random.default_rng(3)
     groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
     points = rng.normal(size=(200, 3))
@@ -64,18 +64,18 @@ def test_the_linear_probe_tells_modalities_apart_that_lie_apart() -> None:
     assert linear_probe(points, groups, num_pictures=10) == 1
 
 
-def test_the_linear_probe_has_all_tokens_of_a_picture_in_one_fold() -> None:
+def test_the_linear_probe_keeps_all_tokens_of_a_picture_in_one_fold() -> None:
     """All tokens of a group have the same keys, which tell nothing of other groups.
 
     If a picture's tokens were in several folds, the linear probe would know all groups, and its accuracy would be 1.
     """
     groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
     points = np.eye(20)[groups]
-    assert 0.3 < linear_probe(points, groups, num_pictures=10) < 0.7
+    assert 0.3 < linear_probe(points, groups, num_pictures=10) < 0.7  # 0.5 is chance
 
 
 def test_the_linear_probe_takes_a_picture_without_tokens() -> None:
-    """Of five pictures, the last has no tokens, so groups 4 and 9 are missing."""
+    """The last of five pictures has no tokens, so its groups, 4 and 9, are missing."""
     rng = np.random.default_rng(3)
     groups = np.repeat([0, 1, 2, 3, 5, 6, 7, 8], 9)
     points = rng.normal(size=(72, 3))
@@ -92,7 +92,7 @@ def record() -> Record:
 def set_vectors(
     record: Record, image_vectors: torch.Tensor, text_vectors: torch.Tensor, space: str = "keys"
 ) -> Record:
-    """A copy of the record with a single layer, whose keys or values are these.
+    """A copy of the record with a single layer, which has these vectors as its keys or values.
 
     Args:
         record: The record.
@@ -135,7 +135,7 @@ def test_modalities_that_are_alike_have_no_distance(record: Record) -> None:
     estimates = measure_only_layer(records)
     assert estimates["tokens"].mean == 8 * NUM_TEXT_TOKENS  # all text tokens, and as many image tokens
     assert abs(estimates["mmd"].mean) < 0.02
-    assert 0.3 < estimates["probe"].mean < 0.7
+    assert 0.3 < estimates["probe"].mean < 0.7  # 0.5 is chance
 
 
 def test_modalities_that_lie_apart_have_a_distance(record: Record) -> None:
@@ -175,19 +175,19 @@ def draw_records(
 
 
 def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -> None:
-    mmd = []
-    floor = []  # the distance that chance gives between halves of the pictures
+    mmds = []
+    floors = []  # the distances that chance gives between halves of the pictures
     for seed in range(20):
         records = draw_records(record, torch.Generator().manual_seed(seed))
         estimates = measure_only_layer(records)
-        mmd.append(estimates["mmd"].mean)
-        floor.append(estimates["mmd_halves"].mean)
+        mmds.append(estimates["mmd"].mean)
+        floors.append(estimates["mmd_halves"].mean)
 
     # The mean of 20 estimates is 0 within three standard errors. Pairs of tokens of one picture would make it 0.03.
-    standard_error = np.std(mmd) / np.sqrt(20)
-    assert abs(np.mean(mmd)) < 3 * standard_error
+    standard_error = np.std(mmds) / np.sqrt(20)
+    assert abs(np.mean(mmds)) < 3 * standard_error
     # Modalities differ only as halves of the pictures do, so most of the estimates, but not all, are below the floor.
-    is_below_floor = np.array(mmd) < np.array(floor)
+    is_below_floor = np.array(mmds) < np.array(floors)
     assert 0.7 < is_below_floor.mean() < 1
 
 

@@ -1,4 +1,4 @@
-"""Loading models, and choosing the pictures and questions of some data."""
+"""Tests of loading models, and of choosing pictures and questions from data."""
 
 import io
 import json
@@ -91,7 +91,7 @@ def test_rows_with_a_broken_or_missing_picture_are_skipped_with_a_warning(
 
 
 def test_if_no_row_can_be_read_the_error_names_the_first(colours: Path) -> None:
-    """After `MAX_UNREADABLE` unreadable rows no further row is tried."""
+    """After `MAX_UNREADABLE` unreadable rows, no more rows are tried."""
     broken_pictures = ["broken.png"] * (2 * MAX_UNREADABLE)
     data = write_rows(colours, *broken_pictures)
     with pytest.raises(
@@ -166,7 +166,7 @@ def test_a_picture_that_pillow_has_no_decoder_for_is_unreadable(tmp_path: Path) 
 
 
 def test_a_folder_with_a_json_file_holds_rows(tmp_path: Path) -> None:
-    """LLaVA's data is such a folder. Of the pictures beside the file, only those in its rows are asked about."""
+    """LLaVA's data is such a folder. A picture beside the JSON file is asked about only if a row names the picture."""
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.avif")
     Image.new("RGB", (8, 8), "blue").save(tmp_path / "in_no_row.png")
     write_rows(tmp_path, "a.avif")
@@ -180,7 +180,7 @@ def copy_model(composed: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def error_on_loading(folder: Path) -> str:
-    """The error for a model's folder that can't be loaded. It must be one line that begins with the folder."""
+    """The error for a model's folder that can't be loaded, which must be one line that begins with the folder."""
     with pytest.raises(UserError) as raised:
         load_model(str(folder))
     message = str(raised.value)
@@ -198,7 +198,7 @@ def test_a_model_of_an_unknown_type_is_refused_in_one_line(composed: Callable[..
     folder = copy_model(composed, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = "nope"
-    del config["auto_map"]  # with it, transformers would find the model's class without the type
+    del config["auto_map"]  # `auto_map` names the model's class, so the type would not matter
     (folder / "config.json").write_text(json.dumps(config))
     assert "`nope`" in error_on_loading(folder)
 

@@ -1,4 +1,4 @@
-"""Measures of attention and of the norm module after the projector, against values that are known by construction."""
+"""Tests of the measures of attention and of the projector's norm module, against values known by construction."""
 
 import dataclasses
 
@@ -12,9 +12,10 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 def test_norms_of_gain_and_bias_are_those_worked_out_by_hand(model: NormLlavaForConditionalGeneration) -> None:
-    """The decoder's width is 32, and each half of the gain's entries has moved by another amount."""
+    """The gain and the bias have 32 entries. Half of the gain's entries rise, and the other half fall."""
     norm = model.model.multi_modal_projector.norm
-    gain_at_start = model.config.projector_norm_target / 32**0.5  # of each entry: their L2 norm is the target
+    # All entries start equal, and their L2 norm is the target.
+    gain_at_start = model.config.projector_norm_target / 32**0.5
     with torch.no_grad():
         norm.weight[:16] = gain_at_start + 0.3
         norm.weight[16:] = gain_at_start - 0.4
@@ -42,7 +43,7 @@ def test_a_projector_without_a_norm_at_its_end_is_not_measured() -> None:
 @pytest.mark.parametrize("name", ["llava-siglip", "llava_next", "paligemma", "gemma3"])
 @torch.no_grad()
 def test_queries_of_zero_attend_to_all_visible_keys_evenly(name: str, padding: int) -> None:
-    """In PaliGemma a query sees the keys of the whole prompt, in the other families those up to its own position.
+    """In PaliGemma a query sees the keys of the whole prompt, in other families the keys up to its own position.
 
     The padding is on the left, and no query sees it.
     """

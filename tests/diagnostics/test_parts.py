@@ -1,4 +1,4 @@
-"""The parts of a vision-language model are found in every family."""
+"""Tests of finding the parts of a vision-language model in every family."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_the_parts_of_a_family_are_found(name: str) -> None:
 
 
 def check_image_tokens(model: PreTrainedModel) -> None:
-    """Raise `DiagnosticsError` for a model without image tokens. It depends on the family which function raises it."""
+    """Raise `DiagnosticsError` for a model without image tokens. Which function raises it depends on the family."""
     image_token_id(model)
     find_decoder(model)
 

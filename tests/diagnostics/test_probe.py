@@ -1,7 +1,7 @@
-"""What a probe records of a forward pass: in each family transformers' own outputs, and numbers known by construction.
+"""Tests of what a probe records: transformers' own outputs in each family, and numbers known by construction.
 
 The sample of each family is BOS, three words, a picture and nine words: see `families.inputs`. In shapes, `S` is the
-number of tokens of the sample, with its padding.
+number of tokens of the sample, including padding.
 """
 
 import copy
@@ -67,7 +67,7 @@ def test_each_token_of_a_family_gets_its_type(name: str) -> None:
     else:
         assert "newline" not in tokens.excluded
 
-    num_image_ids = (sample["input_ids"] == IMAGE).sum()
+    num_image_ids = (sample["input_ids"] == IMAGE).sum()  # newline features stand at image ids too
     assert tokens.visual.sum() == num_image_ids - num_newlines
     assert tokens.text.sum() == 3 + 9  # the words before and after the picture
     assert tokens.excluded["padding"].sum() == 3
@@ -105,8 +105,10 @@ def test_norms_cosines_and_update_ratios_are_those_of_the_hidden_states(name: st
     # The last entry is left out, because the decoder's final norm module has been applied to it.
     states = all_states[:-1]  # input of each layer, [1, S, hidden_size]
 
-    # Qwen3-VL adds picture features to image tokens between two layers, after transformers has kept the hidden states.
-    compared = record.tokens.text if name == "qwen3_vl" else torch.ones_like(record.tokens.text)
+    compared = torch.ones_like(record.tokens.text)  # all tokens
+    if name == "qwen3_vl":
+        # This family adds picture features to image tokens between layers, after transformers has kept the states.
+        compared = record.tokens.text
     norms = torch.stack([state[0, compared].norm(dim=-1) for state in states])
     assert torch.allclose(record.layer_norms[:-1, compared], norms, rtol=1e-5)
 
@@ -152,7 +154,7 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
     record = record_sample(model, sample)
     layers = find_decoder(model).layers
 
-    queries_and_keys: list[torch.Tensor] = []  # the first layer's queries and keys, the second's queries and keys, ...
+    queries_and_keys: list[torch.Tensor] = []  # queries of layer 0, keys of layer 0, queries of layer 1, ...
     values: list[torch.Tensor] = []  # of each layer
 
     # The vision encoder may call the same functions before the decoder's first layer.
@@ -186,11 +188,13 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
     with torch.no_grad():
         model(**sample)
 
-    layers_with_keys = [layer for layer in range(3) if layer != LAYER_WITHOUT_KEYS.get(name)]
+    layers_with_keys = [0, 1, 2]
+    if name in LAYER_WITHOUT_KEYS:
+        layers_with_keys.remove(LAYER_WITHOUT_KEYS[name])
     assert list(record.keys) == layers_with_keys
     assert list(record.values) == layers_with_keys
 
-    keys = queries_and_keys[1::2]  # every second tensor: the keys of each layer
+    keys = queries_and_keys[1::2]  # of each layer
     for layer, expected_keys, expected_values in zip(layers_with_keys, keys, values, strict=True):
         if expected_keys.shape != record.keys[layer].shape:  # in some families the axis of tokens is first
             expected_keys = expected_keys.transpose(0, 1)
@@ -201,7 +205,7 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_without_keys_is_noted(name: str) -> None:
     record = record_sample(build(name), inputs(name))
-    notes = [note for note in record.notes if "deepstack" not in note]  # Qwen3-VL's note on another matter
+    notes = [note for note in record.notes if "deepstack" not in note]  # a note of Qwen3-VL's
     if name in LAYER_WITHOUT_KEYS:
         (note,) = notes
         assert note.startswith("keys of layer 1: not recorded")
@@ -211,7 +215,7 @@ def test_a_layer_without_keys_is_noted(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
-    """`before_rotation` returns a projection's output only if the keys in attention can be its rotation.
+    """`before_rotation` returns a projection's output only if the keys in attention can be a rotation of this output.
 
     Rotary embedding keeps the norm of each key. Another projection, or a norm module in between, doesn't.
     """
@@ -255,8 +259,8 @@ class AddUpdate(nn.Module):
 def set_by_hand(model: PreTrainedModel) -> PreTrainedModel:
     """Set a model's weights and layers so that all its hidden states are known.
 
-    Every token enters the decoder along axis 0: image tokens with norm 40, text tokens with norm 2 or 6. Layer n adds
-    3 along axis n + 1, so each update is orthogonal to the hidden state that it is added to.
+    Every token enters the decoder along axis 0: image tokens with norm `IMAGE_NORM`, text tokens with norm `EVEN_NORM`
+    or `ODD_NORM`. Layer n adds `UPDATE` along axis n + 1, which is orthogonal to the layer's input.
     """
     projector = model.model.multi_modal_projector
     projector.linear_2.weight.zero_()
@@ -279,13 +283,13 @@ def test_a_model_set_by_hand_has_the_norms_it_was_given() -> None:
     sample = inputs("llava-siglip")
     record = record_sample(model, sample)
 
-    text_ids = sample["input_ids"][0][record.tokens.text]
+    text_ids = sample["input_ids"][0, record.tokens.text]
     text_norm = np.where(text_ids % 2 == 0, EVEN_NORM, ODD_NORM).mean()
     vocabulary_norm = (EVEN_NORM + ODD_NORM) / 2
     # The sample has more odd ids than even ids, so the mean norm of its text tokens differs from the vocabulary's.
     assert vocabulary_norm < text_norm < ODD_NORM
 
-    two_records = [record, record]  # of one picture there would be no interval
+    two_records = [record, record]  # one picture would give no interval
     summary = Summary.of(measure_interface(two_records, vocabulary_norms(model)))
     assert summary.look("projector_output", "visual").mean == pytest.approx(IMAGE_NORM)
     assert summary.look("at_decoder", "visual").mean == pytest.approx(IMAGE_NORM)
@@ -300,10 +304,10 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
     model = set_by_hand(build("llava-siglip"))
     sample = inputs("llava-siglip")
     record = record_sample(model, sample)
-    two_records = [record, record]  # of one picture there would be no interval
+    two_records = [record, record]  # one picture would give no interval
     summary = Summary.of(measure_layers(two_records))
 
-    text_ids = sample["input_ids"][0][record.tokens.text]
+    text_ids = sample["input_ids"][0, record.tokens.text]
     norms_at_entrance = {
         "visual": np.full(16, IMAGE_NORM),
         "text": np.where(text_ids % 2 == 0, EVEN_NORM, ODD_NORM),

@@ -1,4 +1,4 @@
-"""The report: its box, digits, differences and figures, and that no text of a user becomes markup."""
+"""Tests of the report: its box of findings, its numbers, differences and figures. No user's text becomes markup."""
 
 import re
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ def make_rows_of_a_model(
 
     Args:
         num_pictures: Number of pictures.
-        gaps: Gap of cosines in the two layers of each third.
-        seed: Seed of the random values. It also raises the ratio, so that models with other seeds differ.
+        gaps: For each third of the layers, how much more its two layers turn text tokens than image tokens.
+        seed: Seed of the random values. A larger seed also makes the ratio larger, so that two models differ.
         with_keys: Whether there are measures of keys.
     """
     rng = np.random.default_rng(seed)
@@ -59,10 +59,11 @@ def make_rows_of_a_model(
     rows = [
         make_rows("at_decoder", around(40), "visual"),
         ratio_rows("ratio", around(40 + seed), around(20)),
-        make_rows("gap", around_by_layer(0) + gap_by_layer, "", layers),
+        make_rows("gap", around_by_layer(0) + gap_by_layer, layers=layers),
         ratio_rows("norm_ratio", around_by_layer(40), around_by_layer(20), layers),
-        make_rows("attention", around_by_layer(0.3, num_layers=2), "", [0, 5]),
-        make_rows("attention_even", around_by_layer(0.4, num_layers=2), "", [0, 5]),
+        make_rows("attention", around_by_layer(0.3, num_layers=2), layers=[0, 5]),
+        make_rows("attention_even", around_by_layer(0.4, num_layers=2), layers=[0, 5]),
+        # The gain and the bias have a value for the model, and none for a picture.
         make_rows("gain_l2", whole=8.1),
         make_rows("bias_l2", whole=0.1),
     ]
@@ -78,7 +79,7 @@ def make_rows_of_a_model(
 
 
 def make_report(rows_by_name: dict[str, pd.DataFrame]) -> Report:
-    """A report of models, from the rows of each by its name."""
+    """A report of several models. `rows_by_name` has each model's rows by the model's name."""
     reports = []
     for name, rows in rows_by_name.items():
         num_pictures = int(rows["picture"].max()) + 1
@@ -112,12 +113,13 @@ def join_rows(rows_by_name: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
 def make_sweep_rows(num_pictures: int = 6, updates_are_known: bool = True) -> pd.DataFrame:
     """Made-up rows of a sweep, in which × 0.3 costs two of three right answers and × 3 changes nothing."""
-    right = np.ones(num_pictures)
-    third_right = (np.arange(num_pictures) % 3 == 0).astype(float)
+    ones = np.ones(num_pictures)
+    every_third_one = (np.arange(num_pictures) % 3 == 0).astype(float)
     rows = []
-    for dose, named in ((0.3, third_right), (1.0, right), (3.0, right)):
+    # `named` is 1 where the model's answer is right, else 0.
+    for dose, named in ((0.3, every_third_one), (1.0, ones), (3.0, ones)):
         values_by_measure = {
-            "kl": right,
+            "kl": ones,
             "changed": 1 - named,
             "loss": 2 - named,
             "loss_change": 1 - named,
@@ -125,9 +127,9 @@ def make_sweep_rows(num_pictures: int = 6, updates_are_known: bool = True) -> pd
             "named_change": named - 1,
         }
         if dose == 1:
-            values_by_measure |= {"length": 2 * right, "eps": right}
+            values_by_measure |= {"length": 2 * ones, "eps": ones}
         if dose == 1 and updates_are_known:
-            values_by_measure |= {"attention_update": 3 * right, "mlp_update": 4 * right}
+            values_by_measure |= {"attention_update": 3 * ones, "mlp_update": 4 * ones}
         for measure, values in values_by_measure.items():
             rows.append(make_rows(measure, values).assign(dose=dose, control=OWN_PICTURE))
     return pd.concat(rows)
@@ -221,7 +223,7 @@ def test_the_table_of_a_sweep_has_intervals_and_judgements() -> None:
     table = make_sweep_table(make_sweep_rows())
     assert table.index.tolist() == ["× 0.3", "× 1", "× 3"]
     assert table["answers"].tolist() == ["clearly worse", "as it is", "no change"]
-    # The interval of two right answers among six would begin below 0.
+    # The interval of two right answers among six is cut off at 0.
     assert table["share of right answers"].tolist() == ["0.33 (0.00 to 0.88)", "1 (± 0)", "1 (± 0)"]
     assert table["norm over text's"].tolist() == ["0.6", "2", "6"]
 
@@ -241,6 +243,7 @@ def test_a_sweep_has_a_chapter_and_its_figure_takes_the_place_of_the_overview(tm
         "its attention adds 3 (± 0) to them, and its MLP 4 (± 0). Their norm is below what attention adds" in chapters
     )
     assert "What its attention and MLP add was not told apart" in chapters
+    # At × 0.03 image tokens have norm 0.03 · 2 = 0.06. The rows' `eps` is 1: 0.06 / √(0.06² + 1²) = 0.06.
     assert "At × 0.03 the eps of layer 1's norm alone leaves attention 0.06 times the usual norm." in chapters
     assert not re.search(r"\bnan\b|\bNone\b", page)
 

@@ -1,4 +1,4 @@
-"""A sweep of the norm of image tokens, compared with multiplying the decoder's input by hand and with plain passes.
+"""Tests of a sweep of the norm of image tokens, against passes whose image tokens are multiplied by hand.
 
 A sweep multiplies image tokens by several factors, the doses. At dose 1 the model is unchanged.
 """
@@ -27,10 +27,8 @@ from diagnostics.parts import DiagnosticsError, find_decoder
 from diagnostics.scaling import BLANK_PICTURE, OTHER_PICTURE, OWN_PICTURE, scaled
 
 
-# The question about each picture of `data`.
-QUESTION = "what is it?"
-# Index of the picture in `data` whose answer is "dog".
-DOG = 1
+QUESTION = "what is it?"  # about each picture of `data`
+DOG = 1  # index of the picture in `data` whose answer is "dog"
 
 
 @contextmanager
@@ -72,7 +70,7 @@ def test_scaling_equals_multiplying_by_hand(name: str) -> None:
 @pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "qwen3_vl", "gemma3", "glm4v"])
 @torch.no_grad()
 def test_answers_are_scored_as_in_one_pass(name: str) -> None:
-    """Each answer is scored together with a longer answer, so that it is padded."""
+    """Each answer is scored together with a longer answer, so that the shorter is padded."""
     model = families.build(name)
     sample = families.inputs(name)
     prompt_ids = sample["input_ids"]
@@ -80,7 +78,7 @@ def test_answers_are_scored_as_in_one_pass(name: str) -> None:
     model.lm_head.weight *= 20  # so that logits differ clearly between positions
 
     longer_answer = [8, 9, 8, 9]  # any token ids
-    for answer in ([5, 6, 7], [8, 9]):
+    for answer in ([5, 6, 7], [8, 9]):  # the second is the beginning of the longer answer
         _, log_probabilities = distributions(model, read_prompt(model, sample), [longer_answer, answer])
 
         # The same sample with the answer after the prompt: inputs with a value for each token get more values.
@@ -104,9 +102,9 @@ def loss_by_hand(model: PreTrainedModel, inputs: Any, tokens: list[int], scale: 
     with multiplied_by_hand(model, is_image_token, scale):
         logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits
     # The logits of a token are at the position before it.
-    first = len(ids[0]) - len(tokens) - 1
-    at_answer = logits[0, first:-1]
-    return cross_entropy(at_answer.double(), torch.tensor(tokens)).item()
+    before_answer = len(ids[0]) - len(tokens) - 1
+    answer_logits = logits[0, before_answer:-1]
+    return cross_entropy(answer_logits.double(), torch.tensor(tokens)).item()
 
 
 @pytest.fixture
@@ -152,19 +150,19 @@ def test_losses_of_a_sweep_are_those_of_passes_by_hand(
     values = values_of(sweep(sharp_model, processor, data).swept)
     # An answer ends with the token that ends the turn.
     dog = processor.tokenizer("dog<|im_end|>", add_special_tokens=False).input_ids
-    own = dog_prompt(processor, data)
+    own_inputs = dog_prompt(processor, data)
     white_picture = Image.new("RGB", (40, 30), "white")  # as large as the pictures of `data`
-    blank = encode_prompts(processor, [make_prompt(QUESTION, white_picture)])
+    blank_inputs = encode_prompts(processor, [make_prompt(QUESTION, white_picture)])
 
-    own_at_1 = loss_by_hand(sharp_model, own, dog, scale=1.0)
-    own_at_10 = loss_by_hand(sharp_model, own, dog, scale=10.0)
-    blank_at_10 = loss_by_hand(sharp_model, blank, dog, scale=10.0)
+    own_at_1 = loss_by_hand(sharp_model, own_inputs, dog, scale=1.0)
+    own_at_10 = loss_by_hand(sharp_model, own_inputs, dog, scale=10.0)
+    blank_at_10 = loss_by_hand(sharp_model, blank_inputs, dog, scale=10.0)
     assert values["loss", OWN_PICTURE, 1.0, DOG].item() == pytest.approx(own_at_1, abs=1e-4)
     assert values["loss", OWN_PICTURE, 10.0, DOG].item() == pytest.approx(own_at_10, abs=1e-4)
     assert values["loss", BLANK_PICTURE, 10.0, DOG].item() == pytest.approx(blank_at_10, abs=1e-4)
 
 
-def test_changes_are_differences_to_the_own_picture_at_dose_1(
+def test_changes_are_differences_from_the_own_picture_at_dose_1(
     sharp_model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
     values = values_of(sweep(sharp_model, processor, data).swept)
@@ -194,7 +192,7 @@ def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, pr
     inputs = dog_prompt(processor, data)
     is_image_token = inputs["input_ids"][0] == model.config.image_token_id
 
-    # Of each projection, the output at dose 1 and then the output at dose 10.
+    # The outputs of each projection at dose 1 and at dose 10, in this order.
     outputs: dict[str, list[torch.Tensor]] = {"k_proj": [], "v_proj": []}
 
     def keep(name: str, module: Any, args: Any, output: torch.Tensor) -> None:
@@ -219,7 +217,7 @@ def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, pr
 def test_what_layer_1_adds_is_what_its_attention_and_its_mlp_return(
     model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
-    """The sweep measures both from the layer's hidden states, and not from what the two modules return."""
+    """The sweep measures both updates from the layer's hidden states, and not from what the modules return."""
     values = values_of(sweep(model, processor, data).swept)
     layer = find_decoder(model).layers[0]
     inputs = dog_prompt(processor, data)
@@ -262,18 +260,19 @@ def test_all_pictures_of_a_row_are_asked_about(model: PreTrainedModel, processor
 
     measured = ask_question(model, processor, questions, number=0, doses=[1.0])
     (loss,) = [row.value for row in measured if row.measure == "loss" and row.control == OWN_PICTURE]
-    right = processor.tokenizer("A<|im_end|>", add_special_tokens=False).input_ids
-    expected = loss_by_hand(model, encode_prompts(processor, [questions[0].prompt]), right, 1.0)
+    right_answer = processor.tokenizer("A<|im_end|>", add_special_tokens=False).input_ids
+    prompt = encode_prompts(processor, [questions[0].prompt])
+    expected = loss_by_hand(model, prompt, right_answer, scale=1.0)
     assert loss == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_model_that_always_answers_a_is_right_where_a_is_right(always_a: Callable[..., Path], data: Path) -> None:
-    """The model ends its turn after the "A". At dose 1 its answer doesn't change."""
+def test_named_is_1_where_the_models_answer_is_right(always_a: Callable[..., Path], data: Path) -> None:
+    """The model answers "A" to every question. At dose 1 its answer doesn't change."""
     model, processor = load_model(str(always_a()))
     questions = load_questions(data, 3).questions
 
     def scores(number: int, measure: str) -> set[float]:
-        """The values of a measure for the question with this number."""
+        """The different values of a measure for the question with this number."""
         measured = ask_question(model, processor, questions, number, doses=[1.0])
         return {row.value for row in measured if row.measure == measure}
 
@@ -319,7 +318,7 @@ def test_the_command_with_rows_that_have_answers(
 def test_the_command_with_pictures_and_a_model_without_a_norm_before_its_mlp(
     composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There are no answers to score, and what attention adds can't be told apart from what the MLP adds."""
+    """A sweep without answers to score, which can't tell what attention adds from what the MLP adds."""
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     for path in data.parent.glob("*.png"):

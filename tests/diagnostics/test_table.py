@@ -1,4 +1,4 @@
-"""Means over pictures and their intervals: how often they hold the truth, and means over layers and thirds."""
+"""Tests of means over pictures, layers and thirds of the layers, and of how often intervals hold the truth."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ import pytest
 from diagnostics.table import Estimate, Summary, make_rows, ratio_rows, subtract_rows, summarize_rows
 
 
-# Number of simulated experiments. Each is a layer of the rows, so that one call computes the intervals of all.
+# Each simulated experiment is a layer of the rows, so that one call computes all intervals.
 NUM_EXPERIMENTS = 2000
 EXPERIMENTS = range(NUM_EXPERIMENTS)
 
@@ -95,7 +95,7 @@ def test_the_ratio_of_a_single_picture_has_no_interval() -> None:
 
 
 def test_a_picture_without_a_value_is_left_out() -> None:
-    """In layer 0 all three pictures have a value, in layer 1 only the last has one."""
+    """In layer 0 all three pictures have a value, in layer 1 only the last picture."""
     nan = np.nan
     values = [[1, nan], [3, nan], [5, 2.0]]  # [num_pictures, num_layers]
     summary = summarize_rows(make_rows("x", values, layers=[0, 1]))

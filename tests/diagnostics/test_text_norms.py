@@ -1,4 +1,4 @@
-"""Norms of text embeddings: a language model beside the vision-language model that was composed from it."""
+"""Tests of comparing the norms of text embeddings of a language model and of models composed from it."""
 
 import shutil
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def test_a_language_model_beside_two_models_composed_from_it(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One model is as composing leaves it. In the other, embeddings are 1.5 times as large, and one of them is 0."""
+    """One model is only composed. In the other, the embeddings are 1.5 times as large, and one embedding is 0."""
     base = backbones("qwen2")
     trained = shutil.copytree(composed(), tmp_path / "trained")
     weights = load_file(trained / "model.safetensors")
@@ -56,13 +56,14 @@ def test_a_language_model_beside_two_models_composed_from_it(
     assert len(nonzero) == len(norms_of_trained) - 1
     assert row_of_trained["embeddings"] == len(nonzero)
     assert row_of_trained["mean"] == pytest.approx(nonzero.mean().item(), rel=1e-6)
-    assert row_of_trained["ratio"] == pytest.approx(1.5, rel=0.01)  # not exactly, because one embedding is left out
+    # Not exactly 1.5, because the zero embedding is left out.
+    assert row_of_trained["ratio"] == pytest.approx(1.5, rel=0.01)
 
-    assert "standard_deviation" in caplog.text  # the table is printed too
+    assert "standard_deviation" in caplog.text  # the table is also logged
 
 
 def test_the_scale_of_a_decoder_counts(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    """Gemma multiplies its embeddings by the root of its width before its first layer."""
+    """Gemma multiplies embeddings by the square root of their width before the first layer."""
     base = backbones("gemma3")
     main(["--model", str(base), "--output_dir", str(tmp_path)])
     embeddings = read_embeddings(base)

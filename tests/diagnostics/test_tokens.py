@@ -1,4 +1,4 @@
-"""The type of each token, in a sample and in a batch that is padded or packed."""
+"""Tests of the type of each token, in a sample and in a batch that is padded or packed."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from diagnostics.tokens import TokenIds, classify, classify_sample, find_sinks
 from families import build, inputs, record_sample
 
 
-# Token ids that are not words; 0 is also the padding's id. All other ids are words.
+# The token ids that are not words. Padding has id 0.
 IDS = TokenIds(image=9, special=frozenset({0, 1, 2}))
 # The token ids of a sample with a picture and of a sample without one, and the type of each token.
 PICTURE_IDS = [1, 9, 9, 5, 6, 2]
@@ -18,7 +18,7 @@ TEXT_TYPES = ["special", "text", "special"]
 
 
 def token_types(batch: dict[str, torch.Tensor]) -> list[list[str]]:
-    """The type of each position of a batch. It is checked that every position has exactly one type."""
+    """The type of each position of a batch, after a check that every position has exactly one type."""
     tokens = classify(batch, IDS)
     masks = {"visual": tokens.visual, "text": tokens.text, **tokens.excluded}
     names = list(masks)

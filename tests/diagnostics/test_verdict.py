@@ -1,7 +1,7 @@
-"""The verdict on a sweep and on turning, at the borders of each rule, and the lines that tell it.
+"""Tests of the verdicts on a sweep and on turning, at the limits of each rule, and of the lines that tell a verdict.
 
 A sweep asks questions about pictures while image tokens are multiplied by factors, the doses. At dose 1 the model is
-unchanged.
+unchanged. Turning is how much layers change the direction of tokens.
 """
 
 import numpy as np
@@ -31,15 +31,15 @@ from diagnostics.verdict import (
 
 
 # Changes of three pictures.
-CLEAR = np.array([0.2, 0.3, 0.4])  # the interval is above 0
-UNCLEAR = np.array([-0.2, 0.3, 0.4])  # the interval contains 0
+CLEAR = np.array([0.2, 0.3, 0.4])  # the mean is 0.3, and its interval is above 0
+UNCLEAR = np.array([-0.2, 0.3, 0.4])  # the mean is 1/6, and its interval contains 0
 ZERO = np.zeros(3)
 
 
 def sweep_rows(
     changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True
 ) -> pd.DataFrame:
-    """Rows of a sweep of three pictures.
+    """Rows of a sweep of three pictures. At dose 1, the share of right answers is 0.5, and the loss is 2.
 
     Args:
         changes: For each dose but 1, the change of the share of right answers of each picture. The loss of the right
@@ -78,9 +78,10 @@ def sweep_rows(
 def test_advice_follows_clear_changes(
     changes: dict[float, np.ndarray], answers: str, advice: Advice, best: float | None
 ) -> None:
-    """`sweep_rows` lets the loss rise where right answers fall, so both give the same advice."""
+    """`sweep_rows` lets the loss rise where right answers fall, so both scores give the same advice."""
+    score = Score.RIGHT_ANSWERS if answers == "several" else Score.LOSS
     verdict = judge_sweep(summaries_by_dose(sweep_rows(changes, answers)))
-    assert verdict.score == (Score.RIGHT_ANSWERS if answers == "several" else Score.LOSS)
+    assert verdict.score == score
     assert verdict.advice == advice
     assert verdict.best == best
     assert list(verdict.scores) == [0.3, 1.0, 3.0]
@@ -96,10 +97,11 @@ def test_without_answers_nothing_is_judged() -> None:
 
 
 def test_answers_to_a_single_picture_judge_nothing() -> None:
-    """One picture gives no interval. Two of the three pictures have no answer."""
+    """Two of the three pictures have no answer, and so no loss. One picture gives no interval."""
     rows = sweep_rows({0.3: -CLEAR, 3.0: -CLEAR}, answers="one")
     is_of_loss = rows["measure"].isin(["loss", "loss_change"])
-    verdict = judge_sweep(summaries_by_dose(rows[~is_of_loss | (rows["picture"] == 0)]))
+    has_answer = rows["picture"] == 0
+    verdict = judge_sweep(summaries_by_dose(rows[~is_of_loss | has_answer]))
     assert verdict.score == Score.CHANGED_ANSWERS
     assert verdict.advice == Advice.GIVE_ANSWERS
 
@@ -130,6 +132,7 @@ def test_the_best_dose_is_one_that_is_clearly_better() -> None:
 def test_a_change_is_clear_if_its_interval_lies_on_one_side_of_zero(difference: Estimate, change: Change) -> None:
     opposite = {Change.BETTER: Change.WORSE, Change.WORSE: Change.BETTER}
     assert judge_change(difference, smaller_is_better=False) == change
+    # `UNCLEAR` and `NONE` have no opposite.
     assert judge_change(difference, smaller_is_better=True) == opposite.get(change, change)
 
 

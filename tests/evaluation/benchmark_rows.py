@@ -1,6 +1,6 @@
-"""Made-up rows of the nine benchmarks, with the real columns, in folders that `datasets` loads by their names.
+"""Made-up rows of the nine benchmarks. Their folders have the names of the real datasets, so `datasets` loads them.
 
-Sources: the datasets' pages on the Hub, and what the harnesses' own code reads of a row.
+The columns are real, as on the datasets' pages and in the harnesses' code.
 """
 
 import json
@@ -18,20 +18,20 @@ LETTERS = "ABCD"
 PICTURE = PILImage.new("RGB", (40, 30))
 
 
-# Each function makes one row, by its number from 0. Its docstring says in which rows the answer "A" is right.
+# Each function makes one row. Rows are numbered from 0. The docstrings say in which rows the answer "A" is right.
 
 
 def mmbench(number: int) -> dict[str, Any]:
-    """Two rows ask the same question, the second with the options in reversed order. A model has to be right in both.
+    """Each question has two rows, the second with the options in reversed order. A model has to be right in both.
 
-    The answer "A" is right in both rows of the questions 0 and 4, and in the first row of question 2.
+    The answer "A" is right in both rows of questions 0 and 4, and only in the first row of question 2.
     """
     question = number // 2
     index = question
     options = [f"thing {question} {letter}" for letter in LETTERS]
     is_second_row = number % 2 == 1
     if is_second_row:
-        index += 1_000_000  # MMBench numbers repetitions of a question in this way
+        index += 1_000_000  # as MMBench numbers the repetition of a question
         options.reverse()
 
     is_a_right = number in (0, 1, 4, 8, 9)
@@ -73,7 +73,7 @@ def pope(number: int) -> dict[str, Any]:
 
 
 def seedbench(number: int) -> dict[str, Any]:
-    """The answer "A" is right in every fourth row."""
+    """The answer "A" is right in rows 0, 4 and 8."""
     return {
         "data_id": f"{number}.png", "question_id": str(number), "question": f"What does part {number} show?",
         "choice_A": "thing A", "choice_B": "thing B", "choice_C": "thing C", "choice_D": "thing D",
@@ -82,7 +82,7 @@ def seedbench(number: int) -> dict[str, Any]:
 
 
 def ocrbench(number: int) -> dict[str, Any]:
-    """The answer "A" is right in row 3, because OCRBench takes upper and lower case as the same."""
+    """The answer "A" is right in row 3, whose right answer is "a": OCRBench ignores case."""
     kinds = ("Regular Text Recognition", "Scene Text-centric VQA", "Key Information Extraction")
     return {
         "dataset": "IIIT5K", "question": "What is written in the image?",
@@ -91,7 +91,7 @@ def ocrbench(number: int) -> dict[str, Any]:
 
 
 def scienceqa(number: int) -> dict[str, Any]:
-    """The answer "A" is right in every third row."""
+    """The answer "A" is right in rows 0, 3, 6 and 9."""
     return {
         "image": PICTURE, "question": f"Which one is number {number}?", "choices": ["one", "two", "three"],
         "answer": number % 3, "hint": "" if number % 2 else "Look closely.", "task": "closed choice",
@@ -101,7 +101,7 @@ def scienceqa(number: int) -> dict[str, Any]:
 
 
 def ai2d(number: int) -> dict[str, Any]:
-    """The answer "A" is right in every fourth row."""
+    """The answer "A" is right in rows 0, 4 and 8."""
     return {
         "question": f"What is part {number}?", "options": ["root", "leaf", "stem", "flower"],
         "answer": str(number % 4), "image": PICTURE,
@@ -109,7 +109,7 @@ def ai2d(number: int) -> dict[str, Any]:
 
 
 def hellaswag(number: int) -> dict[str, Any]:
-    """The answer is the likeliest ending, so "A" is no answer."""
+    """The model's answer is the ending that it finds likeliest, so "A" is no answer."""
     return {
         "ind": number, "activity_label": "Cooking", "ctx_a": f"A cook takes {number} eggs.", "ctx_b": "the cook",
         "ctx": f"A cook takes {number} eggs. the cook", "endings": ["fries them.", "flies.", "sings.", "sleeps."],

@@ -30,7 +30,7 @@ SETTINGS = Settings(batch_size=8, num_processes=1, dtype="auto", limit=None)
 
 
 def make_row_scores(scores: Sequence[float], groups: str | None = None) -> pd.Series:
-    """Scores of rows, indexed as by `read_row_scores`. `groups` has a letter for each row, the name of its group."""
+    """Scores of rows, indexed as by `read_row_scores`. Each letter of `groups` is the name of a row's group."""
     group_index = [""] * len(scores) if groups is None else list(groups)
     row_index = [str(number) for number in range(len(scores))]
     return pd.Series(scores, [group_index, row_index], dtype=float).rename_axis(["group", "row"])
@@ -54,13 +54,13 @@ def make_result(score: float, row_scores: pd.Series | None = None) -> TaskResult
 
 
 def make_model(folder: Path, fingerprint: str = "fingerprint") -> Model:
-    """A model in this folder, which need not hold any file of a model."""
+    """A model in this folder, which may be empty."""
     return Model(name="runs/mine", path=folder, fingerprint=fingerprint, weights="weights")
 
 
 @pytest.fixture(autouse=True)
 def harness_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both harnesses seem to be installed, in version 1."""
+    """Both harnesses appear to be installed, as version 1."""
     monkeypatch.setattr(harness, "version", lambda module: "1")
 
 
@@ -107,7 +107,7 @@ SEEDBENCH_INPUTS = [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer":
 def test_scores_of_rows_are_read_where_the_tasks_score_is_their_mean(
     task: str, metric_inputs: list[Any], expected: list[float]
 ) -> None:
-    # In all cases the task's score is 0.5, as the mean of rows, of categories or of questions.
+    # The task's score is always 0.5: the mean of rows, of categories ("mmstar"), or of questions (MMBench).
     samples = make_samples(task, metric_inputs)
     scores = read_row_scores(command_line.BENCHMARKS[task], score=0.5, samples=samples)
     assert scores is not None
@@ -134,7 +134,7 @@ def test_scores_of_rows_are_unknown_where_a_log_has_an_unknown_form(task: str, m
 
 
 def read_row_index(**fields: Any) -> tuple[str, str]:
-    """The group and the row by which an entry of a row log with these fields is indexed."""
+    """The index, `(group, row)`, of a row whose log entry has these fields."""
     sample = make_sample(0, exact_match=1.0, **fields)
     scores = read_row_scores(DIGITS, score=1.0, samples=[sample])
     assert scores is not None
@@ -159,7 +159,7 @@ def test_another_question_has_another_index(fields: dict[str, Any]) -> None:
     assert read_row_index(**fields) != read_row_index()
 
 
-def test_scores_are_unknown_where_a_row_is_there_twice() -> None:
+def test_scores_of_rows_are_unknown_where_a_row_was_logged_twice() -> None:
     sample = make_sample(0, exact_match=1.0)
     assert read_row_scores(DIGITS, score=1.0, samples=[sample, sample]) is None
 
@@ -181,7 +181,7 @@ def write_report(
     for subtask, count in row_counts.items():
         report["configs"][subtask] = config
         report["n-shot"][subtask] = 0
-        report["n-samples"][subtask] = {"original": 99, "effective": count}
+        report["n-samples"][subtask] = {"original": 99, "effective": count}  # 99 is without the limit, and is not read
     if omit is not None:
         del report[omit]
 
@@ -218,7 +218,7 @@ def test_the_rows_of_mmlus_subjects_are_added_up(tmp_path: Path) -> None:
     assert evaluation.value == 0.6
     assert evaluation.standard_error is None
     assert evaluation.n == 5
-    # MMLU's subjects are different configurations of its dataset, so none is named.
+    # Each subject is a configuration of MMLU's dataset, so no configuration is named.
     assert evaluation.dataset == "owner/rows"
 
 
@@ -462,7 +462,7 @@ def test_a_result_is_kept_if_the_next_run_fails(
     with pytest.raises(UserError, match=r"exited with 1; see .*digits.unfinished/log.txt"):
         run_digits(tmp_path, fingerprint="trained further")
 
-    # This runs nothing and so doesn't fail, because the result of the model before is still there.
+    # The first model's result is still there, so the failing program isn't run again.
     assert run_digits(tmp_path).evaluation == first.evaluation
 
 

@@ -1,4 +1,4 @@
-"""Slow tests that run the harnesses themselves, in an environment of their own, on made-up rows."""
+"""Slow tests that run the harnesses, which have an environment of their own, on made-up rows."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
-NUM_QUESTIONS = 100  # questions about digits
+NUM_QUESTIONS = 100  # of the tasks "digits" and "digits_lm_eval"
 RunModule = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -32,7 +32,7 @@ def run_module(harness_python: Path, tmp_path_factory: pytest.TempPathFactory) -
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HOME": str(tmp_path_factory.mktemp("home")),
-        "OPENAI_API_KEY": "none",  # if a key of the user is in the environment, no scorer shall use it
+        "OPENAI_API_KEY": "none",  # no scorer may use the user's own key
     }
     environment = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
@@ -63,17 +63,17 @@ def read_evaluations(folder: Path) -> dict[str, Evaluation]:
     return {evaluation.task: evaluation for evaluation in evaluations}
 
 
-def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
+def test_scores_are_those_worked_out_by_hand(
     run_module: RunModule, always_a: Callable[..., Path], harness_python: Path, tmp_path: Path
 ) -> None:
     benchmark_rows.write_all(tmp_path, list_mmlu_subjects(harness_python))
-    model = Path(shutil.copytree(always_a(), tmp_path / "model"))
+    model = Path(shutil.copytree(always_a(), tmp_path / "model"))  # a model that answers "A" to every question
     completed = run_module(tmp_path, "evaluation", model)
     assert completed.returncode == 0, completed.stderr[-5000:]
     evaluations = read_evaluations(model)
 
-    # The docstrings in benchmark_rows.py say in which rows "A" is right. MM-Star has two categories: 6 of 8 rows are
-    # right in the first, and 1 of 4 rows in the second. Its score is the mean of the two categories' means.
+    # The docstrings in benchmark_rows.py say in which rows "A" is right. In MM-Star, these are 6 of the 8 rows of the
+    # first category, and 1 of the 4 rows of the second. The score is the mean of the two categories' means.
     first_error = share_error(6 / 8, 8)
     second_error = share_error(1 / 4, 4)
     mmstar_error = sqrt(first_error**2 + second_error**2) / 2
@@ -82,7 +82,7 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
         # 12 rows ask 6 questions, each of which counts once.
         "mmbench_en_dev_static": (2 / 6, 12, share_error(2 / 6, 6)),
         "mmstar": ((6 / 8 + 1 / 4) / 2, 12, mmstar_error),
-        # No answer is right, so the rows say nothing about the error.
+        # "A" is never right. Rows that all score 0 give no standard error.
         "pope": (0.0, 12, None),
         "seedbench_2_plus": (3 / 12, 12, share_error(3 / 12, 12)),
         # The harness divides by 1000 whatever the number of rows, so the score is not the rows' mean.
@@ -98,7 +98,7 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
         else:
             assert evaluations[task].standard_error == pytest.approx(error), task
 
-    # MMLU has 57 subjects of two rows each, and lm-eval itself gives an error.
+    # MMLU has 57 subjects of two rows each. Its standard error is lm-eval's own.
     assert evaluations["mmlu"].value == pytest.approx(1 / 2)
     assert evaluations["mmlu"].n == 114
     assert evaluations["mmlu"].standard_error > 0
@@ -112,7 +112,7 @@ def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
 
 @pytest.fixture(scope="module")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `NUM_QUESTIONS` questions like the quickstart's, where the task "digits" looks for them."""
+    """A folder to run the digits' tasks in. It holds `NUM_QUESTIONS` questions like the quickstart's."""
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
@@ -135,7 +135,7 @@ def read_logged_answers(folder: Path) -> list[str]:
     answers = []
     for sample in samples:
         answer = sample["filtered_resps"]
-        if isinstance(answer, list):  # one of the harnesses logs a list of one answer
+        if isinstance(answer, list):  # one harness logs a string, the other a list of one answer
             (answer,) = answer
         answers.append(answer.strip())
     return answers

@@ -89,8 +89,8 @@ def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
 def plan_push(folder: Path, api: HfApi) -> Plan:
     """Plan a push by comparing the release folder with its repository on the Hub.
 
-    If the repository has the tag already, the folder is compared with the tag's files, otherwise with those of the
-    latest commit.
+    The folder is compared with the tag's files if the repository has the tag already, otherwise with the latest
+    commit's files.
 
     Raises:
         UserError: if a branch has the tag's name, or if the tag is on other files than the release's.

@@ -244,7 +244,7 @@ def is_hub_id(name: str) -> bool:
 
 def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
     """Whether `stages` holds all training of the model since its parts were joined."""
-    # No file records the training of a Llava checkpoint, or of a projector by `training/align.py`.
+    # No file records the training of a Llava checkpoint, or of a projector by `training/align.py`, which is no stage.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
     # A complete list of stages begins with the stage "align".
@@ -285,20 +285,20 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
 
     first_loss = None
     last_loss = None
-    losses = [line["loss"] for line in metrics if "loss" in line]
+    losses = [entry["loss"] for entry in metrics if "loss" in entry]
     if losses:
         first_loss = losses[0]
         last_loss = losses[-1]
 
-    # A line counts all tokens up to its step, so the last line has the stage's number.
+    # Each count is of all tokens so far, so the last count is the stage's.
     tokens = None
-    token_counts = [line["num_tokens"] for line in metrics if "num_tokens" in line]
+    token_counts = [entry["num_tokens"] for entry in metrics if "num_tokens" in entry]
     if token_counts:
         tokens = int(token_counts[-1])
 
     # A resumed run logs only the time since it was resumed, which is not the time of the stage.
     seconds = None
-    logged_seconds = [line["train_runtime"] for line in metrics if "train_runtime" in line]
+    logged_seconds = [entry["train_runtime"] for entry in metrics if "train_runtime" in entry]
     if logged_seconds and not environment.get("resumed"):
         seconds = logged_seconds[-1]
 
@@ -321,7 +321,7 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`; an empty list if there is no such file.
+    """The entries of a run's `metrics.jsonl`, one a line; an empty list if there is no such file.
 
     Raises:
         UserError: if a line is not valid JSON. A run that was killed may have written only a part of its last line.
@@ -346,7 +346,7 @@ def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -
     if any(arguments.get(name) for name in KEY_LOSS_ARGUMENTS):
         names += KEY_LOSS_ARGUMENTS
     # A run logs a learning rate for the norm only if the model has a norm and the run trains it.
-    if any("learning_rate/multi_modal_projector.norm" in line for line in metrics):
+    if any("learning_rate/multi_modal_projector.norm" in entry for entry in metrics):
         names += NORM_ARGUMENTS
 
     listed = {}

@@ -138,7 +138,7 @@ def run_verify(args: argparse.Namespace) -> None:
     """Verify a published release, and log what was found.
 
     Raises:
-        UserError: if the release has problems. The message lists all of them.
+        UserError: if the release has problems. The message lists all problems.
     """
     with hub_errors("The release can't be downloaded"):
         verdict = verify_release(args.repo_id, args.revision, args.stage)

@@ -170,7 +170,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     (partial_folder / CARD_FILE).write_text(card, encoding="utf-8")
 
     build_space(folder.with_name(f"{folder.name}-space"))
-    partial_folder.rename(folder)  # if there is an empty folder with this name, it is replaced
+    partial_folder.rename(folder)  # may replace an empty folder
 
 
 def check_names(run: Path, options: BuildOptions) -> None:
@@ -371,7 +371,7 @@ def copy_picture(source: Path, path: Path) -> None:
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """Save a picture's pixels without its metadata, which can name places and people."""
+    """Save a picture without its metadata, which can name places and people."""
     path.parent.mkdir(exist_ok=True)
     # In mode "P", pixels are indices into a palette, and `tobytes` leaves out the palette.
     if picture.mode == "P":

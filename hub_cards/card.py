@@ -21,14 +21,14 @@ from hub_cards.licences import Licence
 from hub_cards.release import Release
 
 
-# An example that the Hub shows beside the card. Its "messages" are one message with a picture and a question, and its
-# "output" is the model's answer.
+# An example that the Hub shows beside the card. "messages" holds one message with a picture and a question, "output"
+# holds the model's answer.
 Widget = dict[str, Any]
 
 # What the card shows for a fact that no file holds.
 NOT_RECORDED = "not recorded"
 
-# The norm layer after the projector in words, by the config's `projector_norm`.
+# The norm layer after the projector in words, by the config's `projector_norm`. A contributed norm needs no entry.
 NORM_LAYERS = {
     "gwc": "a LayerNorm with gradient compensation (GWC)",
     "layernorm": "a LayerNorm",
@@ -230,13 +230,13 @@ def describe_pictures(facts: Facts) -> str:
     # `image_seq_length` counts the tokens of one tile.
     max_grid_tiles = facts.processor["image_processor"]["max_patches"]
     max_tiles = max_grid_tiles + 1  # with the whole picture as the last tile
-    sentences = (
+    text = (
         f"A picture is cut into at most {max_grid_tiles} tiles of {size} pixels a side, and each tile becomes "
         f"{num_tokens} tokens. If there are two tiles or more, the whole picture follows as one more tile"
     )
     if num_tokens == NOT_RECORDED:
-        return f"{sentences}."
-    return f"{sentences}, so a picture has at most {max_tiles} tiles and {max_tiles * num_tokens} tokens."
+        return f"{text}."
+    return f"{text}, so a picture has at most {max_tiles} tiles and {max_tiles * num_tokens} tokens."
 
 
 def describe_initialization(facts: Facts) -> str:
@@ -254,13 +254,13 @@ def describe_initial_l2_norm(facts: Facts) -> str:
     """Sentences on the L2 norm that image tokens had before training."""
     config = facts.config
     if config["projector_norm"] == "none":
-        sentences = "This model has no norm after the projector."
+        text = "This model has no norm after the projector."
         if config.get("projector_scaled"):
-            sentences += (
+            text += (
                 " Its projector was scaled before training, so that image tokens started at the mean L2 norm of text "
                 "tokens."
             )
-        return sentences
+        return text
 
     target_l2_norm = config.get("projector_norm_target")
     if target_l2_norm is not None:

@@ -29,7 +29,7 @@ UNSEARCHED_SUFFIXES = (".safetensors", ".png", ".py")
 
 
 def require_no_faults(folder: Path) -> None:
-    """Raises `UserError` with all faults of a release folder, if it has any."""
+    """Raises `UserError` if a release folder has faults. The message lists all faults."""
     faults = find_faults(folder)
     if faults:
         raise UserError("\n  ".join([f"{folder} can't be published:", *faults]))

@@ -15,7 +15,7 @@ from hub_cards.contents import CLASS_FOLDER
 from modeling_normllava import NormLlavaConfig, NormLlavaProcessor
 
 
-# The files that name the processor's class if the class is this project's own.
+# The settings files that need an `auto_map` if the processor's class is this project's own.
 PROCESSOR_FILES = ("processor_config.json", "tokenizer_config.json")
 
 

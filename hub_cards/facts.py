@@ -321,7 +321,7 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a run's `metrics.jsonl`, one a line; an empty list if there is no such file.
+    """The entries of a run's `metrics.jsonl`, one for each line; an empty list if there is no such file.
 
     Raises:
         UserError: if a line is not valid JSON. A run that was killed may have written only a part of its last line.
@@ -361,7 +361,7 @@ def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
     """The rows of `evaluation.json`; an empty list if there is no such file.
 
     Raises:
-        UserError: if a row lacks a field, if its value is not finite, or if it was measured with other weights.
+        UserError: if a row lacks a field, has a value that is not finite, or was measured with other weights.
     """
     if not path.exists():
         return []

@@ -12,7 +12,7 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Licence:
-    """A licence, and what it asks for if a part of a model is under it.
+    """A licence, and what it asks of a model with a part under this licence.
 
     Attributes:
         identifier: The Hub's name for the licence.

@@ -168,6 +168,6 @@ def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
     message = f"Release {plan.tag}"
     try:
         commit = api.create_commit(plan.repo_id, operations, commit_message=message, parent_commit=plan.head)
-    except ValueError as error:  # the client raises this if the Hub refuses the card's metadata
+    except ValueError as error:  # the client's error if the Hub refuses the card's metadata
         raise UserError(f"The Hub refuses the card {folder / CARD_FILE}: {error}") from error
     return commit.oid

@@ -50,7 +50,7 @@ def serve_model(model: str, revision: str, port: int) -> None:
     Raises:
         UserError: if the folder doesn't exist or holds no model that can be served, if the port is taken, or if the
             server is not installed.
-        OSError: if a repository, a revision or a file of the model is missing. The command prints it in one line.
+        OSError: if a repository, a revision or a file of the model is missing.
     """
     if not is_serve_available():
         raise UserError("transformers' server is not installed: pip install -e '.[release]'")

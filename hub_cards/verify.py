@@ -51,7 +51,7 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
         folder: The release folder that was pushed, to compare it with the repository; `None` for no such comparison.
 
     Raises:
-        UserError: if the repository can't be read without a token and there is no token, if its card has no snippet,
+        UserError: if the repository can't be read without a token and there is no token, if the card has no snippet,
             or if the folder was built for another repository or tag. Other errors of the Hub's client, such as for an
             unknown tag, are raised as they are.
     """
@@ -154,7 +154,7 @@ def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.Comple
 
 
 def describe_failure(completed: subprocess.CompletedProcess[str]) -> str:
-    """The last line that a failed process wrote to stderr, or its exit status if it wrote nothing."""
+    """The last line of a failed process's stderr, or the exit status if stderr is empty."""
     lines = completed.stderr.strip().splitlines()
     if not lines:
         return f"exit status {completed.returncode}"

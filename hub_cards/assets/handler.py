@@ -40,7 +40,7 @@ GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_rep
 
 
 class EndpointHandler:
-    """Answers requests with the model of a folder. An endpoint makes one object of this class and calls it."""
+    """Answers requests with a folder's model. An endpoint makes one handler, and calls it for each request."""
 
     def __init__(self, path: str = "") -> None:
         """Load the model and the processor from the folder `path`."""
@@ -83,7 +83,7 @@ def read_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """A request's parameters as options of `generate`.
 
     Raises:
-        ValueError: if a parameter is unknown, or can't have this value.
+        ValueError: if a parameter is unknown, or its value is not allowed.
     """
     max_new_tokens = parameters.get("max_new_tokens", DEFAULT_NEW_TOKENS)
     temperature = float(parameters.get("temperature", 0.0))

@@ -25,7 +25,7 @@ NUM_TOKENS = 8
 
 def main() -> None:
     """Ask the release in each way, and write the answers."""
-    # An import of this project fails, even if it is installed.
+    # Imports of this project fail, even where the project is installed.
     for package in PACKAGES:
         sys.modules[package] = None  # type: ignore[assignment]
 

@@ -61,7 +61,7 @@ def name_parts(run: Path, text: str | None, vision: str | None) -> None:
 
     A name is a Hub id or a folder; `None` removes the record.
     """
-    # The fields are `_name_or_path`, in `text_config` and in `vision_config`.
+    # `text_config___name_or_path` is the field `_name_or_path` of `text_config`.
     set_fields("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
 
 

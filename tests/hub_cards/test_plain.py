@@ -1,4 +1,4 @@
-"""A model that is a plain Llava is published as one: without code, and with the same logits."""
+"""A NormLlava that computes the same as a Llava is published as a plain Llava: without code, with the same logits."""
 
 import re
 import shutil

@@ -172,7 +172,7 @@ def test_a_push_that_stopped_is_finished_by_another(
     assert not hub.failures  # both requests failed once
     assert read_published(hub) == read_tree(release)
     assert not hub.repository.private
-    assert len(hub.repository.commits) == 2
+    assert len(hub.repository.commits) == 2  # one for the creation of the repository, one for both pushes
 
     # No large file is uploaded twice.
     uploads = hub.list_uploads()
@@ -192,7 +192,7 @@ def test_a_push_deletes_old_files_in_its_one_commit(release: Path, hub: HubServe
 
     push_release(release, api)
     assert read_published(hub) == read_tree(release)
-    assert len(repository.commits) == 2
+    assert len(repository.commits) == 2  # the earlier files, and the push
 
 
 def test_a_tag_is_not_moved(release: Path, hub: HubServer, api: HfApi) -> None:
@@ -201,7 +201,7 @@ def test_a_tag_is_not_moved(release: Path, hub: HubServer, api: HfApi) -> None:
     repository.add_commit(read_tree(release))
     with pytest.raises(UserError, match=r"already has a tag v1.0, which is not moved, and README.md differs"):
         push_release(release, api)
-    assert len(repository.commits) == 2
+    assert len(repository.commits) == 2  # no third commit
     assert hub.list_uploads() == []
 
 
@@ -210,7 +210,7 @@ def test_a_public_repository_is_changed_only_if_the_push_is_public(release: Path
     repository.tags.clear()  # so the push would set the tag
     with pytest.raises(UserError, match=f"{REPO_ID} is public: push with --public"):
         push_release(release, api)
-    assert len(repository.commits) == 1
+    assert len(repository.commits) == 1  # no second commit
     assert hub.list_uploads() == []
 
 

@@ -55,7 +55,7 @@ def make_request(image: Any, text: str = "what is it?", **parameters: Any) -> di
 
 
 def save_unusual_pictures(folder: Path) -> None:
-    """Write four pictures that are not plain RGB: of 16 bits, transparent, with a palette, and in CMYK and rotated."""
+    """Write pictures of four kinds: with 16 bits, transparent, with a palette, and in CMYK with a rotation."""
     ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
     Image.fromarray(ramp).save(folder / "16bit.png")
 

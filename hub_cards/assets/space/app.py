@@ -37,7 +37,7 @@ REVISION = os.environ["REVISION"]
 # The name of the repository without its owner, or the name of the model's folder.
 NAME = MODEL.rstrip("/").split("/")[-1]
 
-# The model's own code is run, at this revision. A plain Llava has none.
+# `trust_remote_code` runs the model's own code, at this revision. A plain Llava has no code.
 model = AutoModelForImageTextToText.from_pretrained(
     MODEL,
     revision=REVISION,

@@ -65,7 +65,7 @@ def score_tokens(model: Any, inputs: Mapping[str, torch.Tensor], answer_ids: tor
         pixel_values=inputs["pixel_values"],
     ).logits
 
-    # The logits at a token are about the token that follows it.
+    # The logits at a token predict the next token.
     num_answer_tokens = len(answer_ids)
     answer_logits = logits[0, -num_answer_tokens - 1 : -1].float()  # [num_answer_tokens, vocab_size]
     probabilities = answer_logits.softmax(dim=-1)

@@ -286,12 +286,12 @@ def copy_class_files(run: Path, folder: Path, facts: Facts) -> dict[str, int]:
     """
     line_counts = {}
     auto_maps = needed_auto_maps(load_config(run), facts.processor)
-    for path in list_class_files(auto_maps):
-        shutil.copy(path, folder)
-        text = path.read_text(encoding="utf-8")
-        line_counts[path.name] = len(text.splitlines())
+    for class_file in list_class_files(auto_maps):
+        shutil.copy(class_file, folder)
+        text = class_file.read_text(encoding="utf-8")
+        line_counts[class_file.name] = len(text.splitlines())
 
-        run_file = run / path.name
+        run_file = run / class_file.name
         if run_file.exists() and run_file.read_text(encoding="utf-8") != text:
             logger.info("%s is another version's. The release gets this version's.", run_file)
     return line_counts

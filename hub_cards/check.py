@@ -90,10 +90,10 @@ def find_code_faults(folder: Path) -> list[str]:
     """
     faults = []
     auto_maps = needed_auto_maps(read_config(folder), read_processor(folder))
-    for path in list_class_files(auto_maps):
-        release_copy = folder / path.name
-        if not release_copy.is_file() or release_copy.read_bytes() != path.read_bytes():
-            faults.append(f"{path.name}: is not this version's file. Delete the folder, and build it again.")
+    for class_file in list_class_files(auto_maps):
+        released_file = folder / class_file.name
+        if not released_file.is_file() or released_file.read_bytes() != class_file.read_bytes():
+            faults.append(f"{class_file.name}: is not this version's file. Delete the folder, and build it again.")
 
     for name in SETTINGS_FILES:
         if (folder / name).is_file():

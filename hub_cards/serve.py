@@ -83,7 +83,7 @@ def build_app(model: str, revision: str) -> Any:
 
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.update(MODEL_TYPES)
     pinned_model = model
-    if not Path(model).exists():
+    if not Path(model).exists():  # a Hub id, not a folder
         pinned_model = f"{model}@{revision}"
     try:
         manager = ModelManager(trust_remote_code=True, force_model=pinned_model)

@@ -24,7 +24,7 @@ from plants import WEIGHTS, change_weights, set_fields, split_weights, write_fil
 
 
 ROOT = Path(__file__).parents[2]
-# The parts of the tests' model are not from the Hub, so its builds need this option.
+# The parts of the tests' model are not from the Hub, so a build needs this option.
 OWN_LICENCE = {"license": "apache-2.0"}
 # Hub ids of parts whose licences are known.
 LLAMA = "meta-llama/Llama-3.2-3B-Instruct"
@@ -464,7 +464,7 @@ def test_the_card_links_a_source_of_data_on_the_hub(run: Path, build_card: Calla
         "rows": 1000,
         "good_rows": 990,
         "weight": 0.5,
-        "drawn": 495,
+        "drawn": 495,  # 0.5 × 990
         "fingerprint": "b" * 64,
     }
     set_fields("run.json", sources=[source])(run)

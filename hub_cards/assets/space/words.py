@@ -48,9 +48,13 @@ def score_words(
     with_grey = score_tokens(model, grey_inputs, answer_ids)  # [num_answer_tokens]
 
     words = []
-    for text, tokens in split_into_words(tokenizer, answer_ids.tolist()):
+    for text, indices in split_into_words(tokenizer, answer_ids.tolist()):
         # A word is as likely as all of its tokens together.
-        word = Word(text, with_picture[tokens].prod().item(), with_grey[tokens].prod().item())
+        word = Word(
+            text=text,
+            with_picture=with_picture[indices].prod().item(),
+            with_grey=with_grey[indices].prod().item(),
+        )
         words.append(word)
     return words
 
@@ -88,10 +92,10 @@ def split_into_words(tokenizer: Any, answer_ids: Sequence[int]) -> list[tuple[st
         if starts_word:
             words.append((new_text, [index]))
         else:
-            word, tokens = words[-1]
-            words[-1] = (word + new_text, [*tokens, index])
+            word, indices = words[-1]
+            words[-1] = (word + new_text, [*indices, index])
         text_before = text
-    return [(word.strip(), tokens) for word, tokens in words if word.strip()]
+    return [(word.strip(), indices) for word, indices in words if word.strip()]
 
 
 def draw_words(words: Sequence[Word]) -> Figure:

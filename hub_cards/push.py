@@ -57,13 +57,13 @@ class Plan:
 def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
     """Publish a release folder.
 
-    One commit adds, changes and deletes files, and the tag is set on this commit. A new repository is created private.
-    If the repository shall be public, it becomes public only after the commit and the tag.
+    One commit adds, changes and deletes files, and the tag is set on this commit. A new repository is created private,
+    and is made public only after the commit and the tag.
 
     Args:
         folder: A release folder without faults, see [`~hub_cards.check.require_no_faults`].
         api: The Hub's client.
-        public: Whether the repository shall be public. If this is false, a repository that is public is not changed.
+        public: Whether the repository shall be public. If false, a public repository stays public, but gets no commit.
 
     Returns:
         The plan that was carried out.

@@ -42,7 +42,7 @@ def handler(handler_module: Any, release: Path) -> Any:
 
 
 def encode_picture(size: tuple[int, int] = (30, 20)) -> str:
-    """A PNG file of a picture in one colour, in base64. It is the same at each call."""
+    """A PNG file in base64: a picture of this size in a fixed colour."""
     buffer = io.BytesIO()
     Image.new("RGB", size, (200, 20, 90)).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
@@ -60,7 +60,7 @@ def save_unusual_pictures(folder: Path) -> None:
     Image.fromarray(ramp).save(folder / "16bit.png")
 
     transparent = Image.new("RGBA", (8, 6), (0, 0, 0, 0))
-    transparent.putpixel((2, 3), (0, 0, 0, 255))
+    transparent.putpixel((2, 3), (0, 0, 0, 255))  # one black pixel
     transparent.save(folder / "transparent.png")
     transparent.convert("P").save(folder / "palette.gif", transparency=0)
 

@@ -57,8 +57,8 @@ class Plan:
 def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
     """Publish a release folder.
 
-    One commit adds, changes and deletes files, and the tag is set on this commit. A new repository is created private,
-    and is made public only after the commit and the tag.
+    One commit adds, changes and deletes files, and the tag is set on this commit. A new repository is created private.
+    A repository is made public only after the commit and the tag.
 
     Args:
         folder: A release folder without faults, see [`~hub_cards.check.require_no_faults`].

@@ -1,1 +1,1 @@
-"""Publish a trained model on the Hub: build its release folder with the card, check, push and verify it; serve it."""
+"""Publish a trained model on the Hub, verify what was published, and serve the model."""

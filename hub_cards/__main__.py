@@ -28,7 +28,7 @@ from hub_cards.verify import verify_release
 
 logger = logging.getLogger(__name__)
 
-# Commands that earlier versions had. `push` does their work now.
+# Commands of earlier versions. `push` does their work now.
 FORMER_COMMANDS = ("build", "check")
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_push(args: argparse.Namespace) -> None:
-    """Push a run's release folder, which is built first if it is missing. A dry run only shows what would change."""
+    """Build a run's release folder if it is missing, then push it. A dry run only shows what a push would change."""
     has_token = get_token() is not None
     if not has_token and not args.dry_run:
         raise UserError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
@@ -113,7 +113,7 @@ def run_push(args: argparse.Namespace) -> None:
 
 def publish_folder(folder: Path, public: bool) -> None:
     """Push a release folder, and log what was changed on the Hub."""
-    with hub_errors("The push stopped. Push again to go on, then without options of the build"):
+    with hub_errors("The push stopped. Push again to go on, without the options of the build"):
         plan = push_release(folder, HfApi(), public)
     logger.info("%s", plan)
     logger.info("Published. Try it: python -m hub_cards verify %s --revision %s", plan.repo_id, plan.tag)
@@ -138,7 +138,7 @@ def run_verify(args: argparse.Namespace) -> None:
     """Verify a published release, and log what was found.
 
     Raises:
-        UserError: if the release has problems. The message lists all of them.
+        UserError: if the release has problems. The message lists all problems.
     """
     with hub_errors("The release can't be downloaded"):
         verdict = verify_release(args.repo_id, args.revision, args.stage)
@@ -153,10 +153,10 @@ def run_verify(args: argparse.Namespace) -> None:
 
 @contextmanager
 def hub_errors(message: str) -> Iterator[None]:
-    """Turn errors of the Hub's client, in the body of a `with`, into a `UserError`.
+    """Turn errors of the Hub's client into a `UserError`, in the body of a `with`.
 
-    The client raises a `RuntimeError` if an upload fails, and an `HFValidationError` for a name that no repository can
-    have.
+    Among these errors are `RuntimeError`, for an upload that fails, and `HFValidationError`, for a name that no
+    repository can have.
 
     Args:
         message: The beginning of the `UserError`'s message. The client's own message follows.

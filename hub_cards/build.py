@@ -44,7 +44,7 @@ from hub_cards.release import Release, read_release
 
 logger = logging.getLogger(__name__)
 
-# The fields of `BuildOptions` that have no effect on a release folder that exists already.
+# The fields of `BuildOptions` that only a build uses. They are refused for a release folder that exists already.
 BUILD_ONLY_OPTIONS = ("prose", "widget_data", "text_model", "vision_model", "license", "base_licence_file")
 
 # How many examples the card shows, and how long their answers may be.
@@ -84,8 +84,8 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
     Users look at the folder after a dry run and may edit it. The push that follows takes the folder that they saw.
 
     Raises:
-        UserError: as [`build_release`] does. Also if the folder exists already, and was built for another repository
-            or tag or from other weights, or if `options` has options that would need a new build.
+        UserError: for a folder that exists already, if it was built for another repository or tag, or from other
+            weights, or if an option is given that needs a new build. For a new folder, as [`build_release`] does.
     """
     exists = folder.exists() and any(folder.iterdir())  # an empty folder counts as missing
     if not exists:
@@ -113,7 +113,7 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
 def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     """Build a release folder, and beside it the folder of the Space.
 
-    The release folder is built under another name and renamed once it is complete.
+    The release folder has another name until it is complete.
 
     Args:
         run: Output folder of the last stage of training.
@@ -141,7 +141,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     if faults:
         raise UserError("\n  ".join([f"The model in {run} can't be published:", *faults]))
 
-    # `fresh_folder` deletes what a build that was interrupted may have left.
+    # `fresh_folder` deletes what an interrupted build left.
     partial_folder = fresh_folder(folder.with_name(f"{folder.name}.partial"))
     copy_checkpoint(run, partial_folder, facts)
     line_counts: dict[str, int] = {}
@@ -170,22 +170,22 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     (partial_folder / CARD_FILE).write_text(card, encoding="utf-8")
 
     build_space(folder.with_name(f"{folder.name}-space"))
-    partial_folder.rename(folder)  # if there is an empty folder with this name, it is replaced
+    partial_folder.rename(folder)  # may replace an empty folder
 
 
 def check_names(run: Path, options: BuildOptions) -> None:
-    """Raises `UserError` if the name of the repository or the tag is not valid, or if `run` is a release folder."""
-    # Every version puts this file into a release folder, and no run has it.
+    """Raises `UserError` if `run` is a release folder, or the name of the repository or the tag is not valid."""
+    # Every release folder has this file, also those of earlier versions. No run has it.
     if (run / "handler.py").exists():
         raise UserError(f"{run} is a release: give the run that it was built from, and its folder as --output_dir.")
     if not is_hub_id(options.repo_id):
         raise UserError(f"--repo_id {options.repo_id!r} is not owner/name.")
 
     tag = options.revision
-    is_branch = tag in ("main", "master")
-    is_commit = re.fullmatch(r"[0-9a-f]{7,64}", tag) is not None  # a commit's hash, which may be shortened
+    is_default_branch = tag in ("main", "master")
+    is_commit = re.fullmatch(r"[0-9a-f]{7,64}", tag) is not None  # a commit's hash, whole or shortened
     has_valid_characters = re.fullmatch(r"\w[\w.+-]*", tag) is not None
-    if is_branch or is_commit or not has_valid_characters:
+    if is_default_branch or is_commit or not has_valid_characters:
         raise UserError(f"--revision {tag!r} is not a tag that pins code. Give one such as v1.0.")
 
 
@@ -196,12 +196,12 @@ def find_prose(run: Path) -> Path:
         UserError: if the run records no recipe, or the file is missing.
     """
     advice = "Give the card's prose with --prose; training/recipes/*/card.yaml are examples."
-    run_record = run / "run.json"
+    record_file = run / "run.json"
     recipe = None
-    if run_record.exists():
-        recipe = read_json(run_record).get("recipe")
+    if record_file.exists():
+        recipe = read_json(record_file).get("recipe")
     if recipe is None:
-        raise UserError(f"{run_record} names no recipe. {advice}")
+        raise UserError(f"{record_file} names no recipe. {advice}")
 
     prose_file = Path(recipe).with_name("card.yaml")
     if not prose_file.exists():
@@ -232,14 +232,14 @@ def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
 def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
     """Copy the weights, the tokenizer and the settings. The settings lose the names of this machine's folders.
 
-    Of a plain Llava, weights and settings are written as transformers' own Llava has them.
+    The weights and settings of a plain Llava are written in the form of transformers' own Llava.
     """
     vision_type = facts.config["vision_config"]["model_type"]
-    for name in facts.weights.file_hashes:
+    for file_name in facts.weights.file_hashes:
         if facts.is_plain_llava:
-            copy_as_llava(run / name, folder, vision_type)
+            copy_as_llava(run / file_name, folder, vision_type)
         else:
-            shutil.copy(run / name, folder)
+            shutil.copy(run / file_name, folder)
 
     for name in COPIED_FILES:
         if (run / name).exists():
@@ -260,8 +260,7 @@ def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
 def without_local_names(value: Any) -> Any:
     """A copy of a JSON value without the names of this machine's folders.
 
-    Such a name is in a field whose key ends with `name_or_path`, such as `_name_or_path`, at any depth. If the field
-    holds a Hub id, it is kept.
+    At any depth, a field whose key ends with `name_or_path` is left out, unless its value is a Hub id.
     """
     if isinstance(value, list):
         return [without_local_names(entry) for entry in value]
@@ -279,27 +278,27 @@ def without_local_names(value: Any) -> Any:
 def copy_class_files(run: Path, folder: Path, facts: Facts) -> dict[str, int]:
     """Copy this version's class files into the release folder, and count their lines.
 
-    The class files in the run's folder may be another version's. They are not copied, since the model was not checked
-    with them.
+    The class files in the run's folder are not copied: they may be another version's, with which the model was not
+    checked.
 
     Returns:
         The number of lines of each class file, by the file's name.
     """
     line_counts = {}
     auto_maps = needed_auto_maps(load_config(run), facts.processor)
-    for path in list_class_files(auto_maps):
-        shutil.copy(path, folder)
-        text = path.read_text(encoding="utf-8")
-        line_counts[path.name] = len(text.splitlines())
+    for class_file in list_class_files(auto_maps):
+        shutil.copy(class_file, folder)
+        text = class_file.read_text(encoding="utf-8")
+        line_counts[class_file.name] = len(text.splitlines())
 
-        run_file = run / path.name
+        run_file = run / class_file.name
         if run_file.exists() and run_file.read_text(encoding="utf-8") != text:
             logger.info("%s is another version's. The release gets this version's.", run_file)
     return line_counts
 
 
 def write_licence(folder: Path, licence: Licence, text: str) -> None:
-    """Write the licence's text into `LICENSE`, and the other files that the licences of model and code ask for."""
+    """Write the licence's text into `LICENSE`, and other files that the licences of the model and the code ask for."""
     (folder / "LICENSE").write_text(text, encoding="utf-8")
     if licence.notice is not None:
         (folder / "NOTICE").write_text(licence.notice, encoding="utf-8")
@@ -316,8 +315,8 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
     Raises:
         UserError: if all rows are skipped.
     """
-    # `hub_cards.facts` imports `modeling_normllava`, which registers the model's classes with transformers. So the
-    # folder's own class files are not needed here.
+    # `hub_cards.facts` imports `modeling_normllava`, which registers the model's classes with transformers. So these
+    # calls don't need the folder's own class files.
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     widgets: list[Widget] = []
@@ -333,7 +332,9 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
         save_picture(picture, folder / picture_name)
 
         prompt = make_prompt(question, picture)
-        (answer,) = answer_prompts(model, processor, [prompt], f"Example {number}", MAX_WIDGET_TOKENS)
+        (answer,) = answer_prompts(
+            model, processor, [prompt], title=f"Example {number}", max_new_tokens=MAX_WIDGET_TOKENS
+        )
         widgets.append(make_widget(picture_name, question, answer))
         if len(widgets) == MAX_WIDGETS:
             break
@@ -370,9 +371,9 @@ def copy_picture(source: Path, path: Path) -> None:
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """Save a picture's pixels without its metadata, which can name places and people."""
+    """Save a picture without its metadata, which can name places and people."""
     path.parent.mkdir(exist_ok=True)
-    # The pixels of mode "P" are indices into a palette, which `tobytes` leaves out.
+    # In mode "P", pixels are indices into a palette, and `tobytes` leaves out the palette.
     if picture.mode == "P":
         picture = picture.convert("RGBA")
     without_metadata = Image.frombytes(picture.mode, picture.size, picture.tobytes())

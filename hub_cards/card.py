@@ -21,14 +21,14 @@ from hub_cards.licences import Licence
 from hub_cards.release import Release
 
 
-# An example that the Hub shows beside the card. Its "messages" are one message with a picture and a question, and its
-# "output" is the model's answer.
+# An example that the Hub shows beside the card. "messages" holds one message with a picture and a question, "output"
+# holds the model's answer.
 Widget = dict[str, Any]
 
 # What the card shows for a fact that no file holds.
 NOT_RECORDED = "not recorded"
 
-# The norm layer after the projector in words, by the config's `projector_norm`.
+# The norm layer after the projector in words, by the config's `projector_norm`. A contributed norm needs no entry.
 NORM_LAYERS = {
     "gwc": "a LayerNorm with gradient compensation (GWC)",
     "layernorm": "a LayerNorm",
@@ -53,8 +53,8 @@ class Prose:
         datasets: Hub ids of the training data.
         language_model: Where the language model comes from, if it is neither on the Hub nor trained from scratch.
         vision_encoder: Where the vision encoder comes from, if it is neither on the Hub nor trained from scratch.
-        benchmarks: Tasks of datasets that the Hub registers as benchmarks, by the dataset's Hub id. A dataset's file
-            eval.yaml names its tasks. Results on these are also written for the Hub's leaderboards.
+        benchmarks: The task of each dataset that the Hub registers as a benchmark, by the dataset's Hub id. The
+            dataset's file eval.yaml names the task. Results on these datasets are also written for leaderboards.
     """
 
     summary: str
@@ -80,14 +80,17 @@ def read_prose(path: Path, facts: Facts) -> Prose:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         prose = Prose(**content)
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        known_fields = ", ".join(entry.name for entry in fields(Prose))
+        known_fields = ", ".join(prose_field.name for prose_field in fields(Prose))
         raise UserError(f"{path} is not a card's prose ({error}). Its fields are: {known_fields}.") from error
 
     # Each value is a text, a list of texts, or a mapping of texts.
     for name, value in content.items():
-        texts = value if isinstance(value, list) else [value]
-        if isinstance(value, dict):
+        if isinstance(value, list):
+            texts = value
+        elif isinstance(value, dict):
             texts = [*value.keys(), *value.values()]
+        else:
+            texts = [value]
         if not all(isinstance(text, str) for text in texts):
             raise UserError(
                 f'{path}: {name} is {value!r}, not text. YAML reads an unquoted `no` as false: write "no".'
@@ -115,8 +118,8 @@ def render_card(
         prose: The recipe's text.
         release: The repository and the tag that the card names.
         widgets: Examples with the model's answers.
-        line_counts: Number of lines of each class file (a Python file of the model's classes), by the file's name;
-            empty for a plain Llava.
+        line_counts: Number of lines of each Python file of the model's classes, by the file's name; empty for a plain
+            Llava.
     """
     config = facts.config
     total_weights = sum(facts.weights.counts.values())
@@ -168,7 +171,7 @@ def name_model(release: Release) -> str:
 def build_metadata(
     facts: Facts, licence: Licence, release: Release, prose: Prose, widgets: list[Widget]
 ) -> ModelCardData:
-    """The card's metadata, which the Hub reads from a YAML block at the top of the card."""
+    """The card's metadata, which become the YAML block at the top of the card."""
     results = []
     for evaluation in facts.evaluations:
         result = EvalResult(
@@ -177,7 +180,7 @@ def build_metadata(
             dataset_name=evaluation.dataset,
             dataset_split=evaluation.split,
             metric_type=evaluation.metric,
-            # The Hub lists all results of one dataset and split together. Only this name tells their tasks apart.
+            # The Hub lists all results on a dataset's split together. Only the metric's name can tell tasks apart.
             metric_name=f"{evaluation.metric}, {evaluation.task}",
             metric_value=evaluation.value,
         )
@@ -224,16 +227,16 @@ def describe_pictures(facts: Facts) -> str:
     if not cuts_tiles(facts.processor):
         return f"Pictures of {size} pixels a side become {num_tokens} tokens."
 
-    # `image_seq_length` counts the tokens of one tile. A grid of several tiles is followed by the thumbnail.
+    # `image_seq_length` counts the tokens of one tile.
     max_grid_tiles = facts.processor["image_processor"]["max_patches"]
-    most_tiles = max_grid_tiles + 1
-    sentences = (
+    max_tiles = max_grid_tiles + 1  # with the whole picture as the last tile
+    text = (
         f"A picture is cut into at most {max_grid_tiles} tiles of {size} pixels a side, and each tile becomes "
         f"{num_tokens} tokens. If there are two tiles or more, the whole picture follows as one more tile"
     )
     if num_tokens == NOT_RECORDED:
-        return f"{sentences}."
-    return f"{sentences}, so a picture has at most {most_tiles} tiles and {most_tiles * num_tokens} tokens."
+        return f"{text}."
+    return f"{text}, so a picture has at most {max_tiles} tiles and {max_tiles * num_tokens} tokens."
 
 
 def describe_initialization(facts: Facts) -> str:
@@ -251,13 +254,13 @@ def describe_initial_l2_norm(facts: Facts) -> str:
     """Sentences on the L2 norm that image tokens had before training."""
     config = facts.config
     if config["projector_norm"] == "none":
-        sentences = "This model has no norm after the projector."
+        text = "This model has no norm after the projector."
         if config.get("projector_scaled"):
-            sentences += (
+            text += (
                 " Its projector was scaled before training, so that image tokens started at the mean L2 norm of text "
                 "tokens."
             )
-        return sentences
+        return text
 
     target_l2_norm = config.get("projector_norm_target")
     if target_l2_norm is not None:
@@ -267,7 +270,7 @@ def describe_initial_l2_norm(facts: Facts) -> str:
             "`--norm_target_ratio` that the model was composed with (1 by default)."
         )
 
-    # A LayerNorm with a gain of 1 gives a token's embedding d values with a mean square of 1.
+    # With a gain of 1, the d values of a token have a mean square of 1, and so an L2 norm of √d.
     l2_norm = facts.decoder_config.hidden_size**0.5
     return (
         "In this model, the gain of the LayerNorm after the projector starts at 1, which gives image tokens an L2 "
@@ -276,7 +279,7 @@ def describe_initial_l2_norm(facts: Facts) -> str:
 
 
 def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
-    """The rows of the table of parts: each part's name, where the part comes from, and its number of weights."""
+    """The rows of the table of parts: for each part its name, its origin and its number of weights."""
     new_part = "new in this model"
     vision_origin = describe_part_origin(facts.vision_model, prose.vision_encoder)
     text_origin = describe_part_origin(facts.text_model, prose.language_model)
@@ -320,7 +323,7 @@ def describe_origins(facts: Facts, prose: Prose) -> str:
         sentences.append("Converted from a Llava checkpoint.")
     sentences += [f"Made from {hub_id}." for hub_id in facts.base_models]
 
-    # Parts without a Hub id are not among the base models.
+    # The base models are the parts with a Hub id. `card.yaml` speaks of the others.
     prose_by_part = {}
     if facts.text_model is None:
         prose_by_part["language model"] = prose.language_model
@@ -408,7 +411,7 @@ def list_evaluation(evaluation: Evaluation) -> list[str]:
 def list_commands(evaluations: list[Evaluation]) -> list[str]:
     """The commands that measured the results, each once and on one line.
 
-    They are not escaped, because the card shows them as code outside of tables.
+    The commands are not escaped, because the card shows them as code outside of tables.
     """
     commands = [" ".join(evaluation.command.split()) for evaluation in evaluations]
     return list(dict.fromkeys(commands))  # without duplicates

@@ -22,14 +22,14 @@ from hub_cards.weights import Weights, read_weights
 # Tokens of the Hub: "hf_" for a user or "api_org_" for an organization, then at least 20 letters and digits.
 TOKEN_PATTERN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 
-# Files that are not searched for tokens and paths. The vocabulary in tokenizer.json holds all kinds of text, which
-# would raise false alarms. The other files hold no text that a run or a user wrote.
+# Files that are not searched for tokens and private paths. The vocabulary in tokenizer.json holds all kinds of text,
+# which would raise false alarms. The other files hold no text that a run or a user wrote.
 UNSEARCHED_FILES = ("tokenizer.json", "chat_template.jinja")
 UNSEARCHED_SUFFIXES = (".safetensors", ".png", ".py")
 
 
 def require_no_faults(folder: Path) -> None:
-    """Raises `UserError` with all faults of a release folder, if it has any."""
+    """Raises `UserError` if a release folder has faults. The message lists all faults."""
     faults = find_faults(folder)
     if faults:
         raise UserError("\n  ".join([f"{folder} can't be published:", *faults]))
@@ -47,7 +47,7 @@ def find_faults(folder: Path) -> list[str]:
         read_release(folder)  # raises UserError if release.json is missing or can't be read
         code_faults = find_code_faults(folder)
         faults += code_faults
-        # A model is not loaded from a folder that names other code than this version's.
+        # The model is loaded only if the folder names no code but this version's.
         if not code_faults:
             faults += find_model_faults(folder, read_weights(folder))
     except UserError as error:
@@ -56,9 +56,9 @@ def find_faults(folder: Path) -> list[str]:
 
 
 def find_file_faults(path: Path, folder: Path) -> list[str]:
-    """Why a file may not be published: it is a symlink, it is not on the list, or it holds something private.
+    """Why a file may not be published: it is a symlink, is not listed in `contents.py`, or holds something private.
 
-    The list is that of `hub_cards/contents.py`. The result is empty for a folder, and for a file without faults.
+    The result is empty for a folder, and for a file without faults.
     """
     name = path.relative_to(folder).as_posix()
     if path.is_symlink():  # the link may point to a file outside of the folder
@@ -83,17 +83,17 @@ def find_file_faults(path: Path, folder: Path) -> list[str]:
 def find_code_faults(folder: Path) -> list[str]:
     """Why a folder's code may not be published: class files are not this version's, or settings name other code.
 
-    An `auto_map` in the settings names the code that is run when somebody loads the release.
+    Settings name code in an `auto_map`. transformers runs this code when somebody loads the release.
 
     Raises:
         UserError: if config.json can't be read.
     """
     faults = []
     auto_maps = needed_auto_maps(read_config(folder), read_processor(folder))
-    for path in list_class_files(auto_maps):
-        release_copy = folder / path.name
-        if not release_copy.is_file() or release_copy.read_bytes() != path.read_bytes():
-            faults.append(f"{path.name}: is not this version's file. Delete the folder, and build it again.")
+    for class_file in list_class_files(auto_maps):
+        released_file = folder / class_file.name
+        if not released_file.is_file() or released_file.read_bytes() != class_file.read_bytes():
+            faults.append(f"{class_file.name}: is not this version's file. Delete the folder, and build it again.")
 
     for name in SETTINGS_FILES:
         if (folder / name).is_file():
@@ -107,8 +107,8 @@ def find_auto_map_faults(name: str, settings: dict[str, Any], needed: dict[str, 
     Args:
         name: The file's name.
         settings: The file's content.
-        needed: The `auto_map` that the file must have; `None` if it must have none. Other places in the file, such as
-            the image processor's, may have the same one.
+        needed: The `auto_map` that the file must have; `None` if it must have none. Settings further inside the file,
+            such as the image processor's, may repeat this `auto_map`.
     """
     if needed is not None and settings.get("auto_map") != needed:
         return [f"{name}: its auto_map is not {json.dumps(needed)}. Build the folder again."]
@@ -128,7 +128,8 @@ def find_model_faults(folder: Path, weights: Weights) -> list[str]:
     if weights.not_finite:
         faults.append(f"weights: {shorten(weights.not_finite)}: NaN or infinite values. Train again.")
     try:
-        # On the meta device, loading compares names and shapes of tensors and reads no values.
+        # On the meta device, loading compares names and shapes of tensors and reads no values. With
+        # `ignore_mismatched_sizes`, `loading_info` lists wrong shapes, where loading would otherwise stop.
         _, loading_info = AutoModelForImageTextToText.from_pretrained(
             folder,
             dtype="auto",

@@ -1,7 +1,7 @@
 """The code that a model needs from its repository: this project's class files, or none for a plain Llava.
 
-The class files are the Python files of `modeling_normllava`. An `auto_map` in a model's settings names those that are
-run when somebody loads the model.
+The class files are the Python files of `modeling_normllava`. An `auto_map` in a model's settings names the class files
+that transformers runs when somebody loads the model.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from hub_cards.contents import CLASS_FOLDER
 from modeling_normllava import NormLlavaConfig, NormLlavaProcessor
 
 
-# The files that name the processor's class if the class is this project's own.
+# The settings files that need an `auto_map` if the processor's class is this project's own.
 PROCESSOR_FILES = ("processor_config.json", "tokenizer_config.json")
 
 
 def cuts_tiles(processor: Mapping[str, Any]) -> bool:
-    """Whether a model's processor cuts pictures into tiles.
+    """Whether a model's processor cuts pictures into tiles, which only this project's own processor does.
 
     Args:
         processor: The content of processor_config.json.
@@ -29,9 +29,9 @@ def cuts_tiles(processor: Mapping[str, Any]) -> bool:
 
 
 def needed_auto_maps(config: LlavaConfig, processor: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The `auto_map` that each settings file of a model has, by the file's name.
+    """The `auto_map` that each settings file of a model needs, by the file's name.
 
-    Files without an `auto_map` are left out, so the result is empty for a model of transformers' own classes.
+    Files that need no `auto_map` are left out, so the result is empty for a model of transformers' own classes.
 
     Args:
         config: The model's config.
@@ -40,7 +40,7 @@ def needed_auto_maps(config: LlavaConfig, processor: Mapping[str, Any]) -> dict[
     if not isinstance(config, NormLlavaConfig):
         return {}
 
-    # A new config names this version's class files. The config of a folder may name others.
+    # `config` may name another version's class files. A new config names this version's.
     new_config: Any = type(config)()
     auto_maps = {"config.json": new_config.auto_map}
     if cuts_tiles(processor):
@@ -51,7 +51,7 @@ def needed_auto_maps(config: LlavaConfig, processor: Mapping[str, Any]) -> dict[
 
 
 def list_class_files(auto_maps: Mapping[str, Mapping[str, str]]) -> list[Path]:
-    """This version's class files for a model: those that its `auto_map`s name, and those that these files import.
+    """This version's class files for a model: the files that its `auto_map`s name, and the files that these import.
 
     Args:
         auto_maps: The result of [`needed_auto_maps`].

@@ -1,4 +1,4 @@
-"""The list of files that a release folder may hold. `build.py` copies them, and `check.py` refuses all others."""
+"""The files that a release folder may hold. `build.py` puts them there, and `check.py` refuses all others."""
 
 import json
 import re
@@ -47,7 +47,7 @@ APACHE_TEXT = ASSETS / "LICENSE-APACHE"
 # The folder of the class files, which are the Python files that a release needs to load its model.
 CLASS_FOLDER = Path(str(modeling_normllava.__file__)).parent
 
-# `pixels.py` turns any picture into RGB. Endpoints and Spaces get a copy, so that they read pictures as training does.
+# `pixels.py` turns a picture into RGB. Endpoints and Spaces get a copy, so that they read pictures as training does.
 PIXELS_FILE = Path(str(pixels.__file__))
 
 # Files that an inference endpoint needs beside the model.
@@ -66,8 +66,8 @@ LISTED_FILES = {
     *(path.name for path in SERVING_FILES),
     *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),  # all class files, but not __init__.py
 }
-# Files with these names may be published too, such as model-00001-of-00002.safetensors, images/example1.png, and the
-# results on a benchmark of this name, .eval_results/gsm8k.yaml.
+# Files that may be published too: weights such as model-00001-of-00002.safetensors, pictures such as
+# images/example1.png, and results on a benchmark such as .eval_results/gsm8k.yaml.
 LISTED_PATTERN = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png|\.eval_results/[A-Za-z0-9][\w.-]*\.yaml"
 )

@@ -1,7 +1,7 @@
-"""Results in the form in which the Hub collects them for benchmarks' leaderboards: the files `.eval_results/*.yaml`.
+"""The files `.eval_results/*.yaml`, from which the Hub collects results for its leaderboards.
 
-The Hub reads them for datasets that are registered as benchmarks. Each of these names its tasks in its file eval.yaml.
-For other datasets, results stand in the card's metadata only.
+A dataset has a leaderboard if it is registered as a benchmark. Its file eval.yaml then names its tasks. Results on
+other datasets are only in the card's metadata.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from evaluation.record import Evaluation
 
 RESULTS_FOLDER = ".eval_results"
 
-# Benchmarks that the Hub's documentation names as registered, with their task there. `card.yaml` can name others.
+# Datasets that the Hub's documentation names as registered, with the task of each. `card.yaml` can name others.
 # Sources: huggingface.co/docs/hub/eval-results, and model repositories that report these tasks.
 KNOWN_BENCHMARKS = {
     "Idavidrein/gpqa": "gpqa_diamond",
@@ -25,18 +25,19 @@ KNOWN_BENCHMARKS = {
 
 
 def write_eval_results(folder: Path, evaluations: Sequence[Evaluation], benchmarks: Mapping[str, str]) -> None:
-    """Write a file for each registered benchmark that a model was evaluated on.
+    """Write the file of each registered benchmark that a model was evaluated on.
 
     Args:
         folder: The release folder.
         evaluations: The model's results.
         benchmarks: Tasks of registered benchmarks, by Hub id, in addition to `KNOWN_BENCHMARKS`.
     """
+    tasks = {**KNOWN_BENCHMARKS, **benchmarks}
     entries_by_file: dict[str, list[EvalResultEntry]] = {}
     for evaluation in evaluations:
-        hub_id = evaluation.dataset.split(",")[0]  # the rest names a configuration of the dataset
-        task = {**KNOWN_BENCHMARKS, **benchmarks}.get(hub_id)
-        if task is None:
+        hub_id = evaluation.dataset.split(",")[0]  # without the configuration, as in "openai/gsm8k, main"
+        task = tasks.get(hub_id)
+        if task is None:  # the dataset is not registered
             continue
         _, name = hub_id.split("/")
         entry = EvalResultEntry(
@@ -55,7 +56,7 @@ def write_eval_results(folder: Path, evaluations: Sequence[Evaluation], benchmar
 
 
 def leaderboard_value(evaluation: Evaluation) -> float:
-    """A result as leaderboards list it: a harness's score, which is stored as a fraction, in percent."""
+    """A result's value for a leaderboard: a harness's fraction becomes percent, a script's value stays as it is."""
     if evaluation.harness is None:
         return evaluation.value
     return round(100 * evaluation.value, 4)

@@ -69,7 +69,7 @@ class TrainingStage:
         arguments: The run's arguments that the card lists, by their names.
         hardware: Number of processes, and the device.
         commit: The commit of the code that trained.
-        sources: The data that the stage was trained on: an entry for each [`~training.run.Source`], with its fields.
+        sources: The data that the stage was trained on: for each source, the fields of [`~training.run.Source`].
     """
 
     name: str | None
@@ -86,15 +86,15 @@ class TrainingStage:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the card is made from.
+    """What a run's files say about its model.
 
     Attributes:
         weights: What the weight files hold.
         config: The content of config.json.
         processor: The content of processor_config.json.
         is_plain_llava: Whether transformers' own classes run the model, see [`~hub_cards.plain.is_plain_llava`].
-        decoder_config: The language model's config, as transformers reads it. Here the fields that the card shows
-            have the same names in all model families. In `config` they have not.
+        decoder_config: The language model's config, as transformers reads it. The fields that the card shows have the
+            same names for all model families, which they don't have in `config`.
         text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
             if neither is known.
         vision_model: Hub id of the vision encoder, or of the Llava checkpoint that the model was converted from;
@@ -223,7 +223,10 @@ def find_part_id(config: dict[str, Any], part: str, given_id: str | None) -> str
 
 
 def read_recorded_id(config: dict[str, Any], part: str) -> str | None:
-    """The Hub id that a config records for a part, or for the Llava checkpoint that the model was converted from."""
+    """The recorded Hub id of the Llava checkpoint that the model was converted from, or else of the part.
+
+    The result is `None` if the config records neither.
+    """
     part_config = config.get(f"{part}_config", {})
     for name in (config.get("llava_name_or_path"), part_config.get("_name_or_path")):
         if name is not None and is_hub_id(name):
@@ -241,10 +244,10 @@ def is_hub_id(name: str) -> bool:
 
 def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
     """Whether `stages` holds all training of the model since its parts were joined."""
-    # A converted Llava and an aligned projector were trained before the first stage, and no file records how.
+    # No file records the training of a Llava checkpoint, or of a projector by `training/align.py`, which is no stage.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
-    # "align" is the first stage of training, so nothing is missing before it.
+    # A complete list of stages begins with the stage "align".
     return len(stages) > 0 and stages[0].name == "align"
 
 
@@ -282,20 +285,20 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
 
     first_loss = None
     last_loss = None
-    losses = [line["loss"] for line in metrics if "loss" in line]
+    losses = [entry["loss"] for entry in metrics if "loss" in entry]
     if losses:
         first_loss = losses[0]
         last_loss = losses[-1]
 
-    # Each line counts all tokens up to its step.
+    # Each count is of all tokens so far, so the last count is the stage's.
     tokens = None
-    token_counts = [line["num_tokens"] for line in metrics if "num_tokens" in line]
+    token_counts = [entry["num_tokens"] for entry in metrics if "num_tokens" in entry]
     if token_counts:
         tokens = int(token_counts[-1])
 
     # A resumed run logs only the time since it was resumed, which is not the time of the stage.
     seconds = None
-    logged_seconds = [line["train_runtime"] for line in metrics if "train_runtime" in line]
+    logged_seconds = [entry["train_runtime"] for entry in metrics if "train_runtime" in entry]
     if logged_seconds and not environment.get("resumed"):
         seconds = logged_seconds[-1]
 
@@ -318,7 +321,7 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`; an empty list if there is no such file.
+    """The entries of a run's `metrics.jsonl`, one for each line; an empty list if there is no such file.
 
     Raises:
         UserError: if a line is not valid JSON. A run that was killed may have written only a part of its last line.
@@ -336,14 +339,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments that the card lists for a run, by their names: those that were set and had an effect."""
+    """The arguments that the card lists for a run, by their names: the arguments that were set and had an effect."""
     names = list(LISTED_ARGUMENTS)
     if arguments.get("stage") == "adapt":
         names += LORA_ARGUMENTS
     if any(arguments.get(name) for name in KEY_LOSS_ARGUMENTS):
         names += KEY_LOSS_ARGUMENTS
     # A run logs a learning rate for the norm only if the model has a norm and the run trains it.
-    if any("learning_rate/multi_modal_projector.norm" in line for line in metrics):
+    if any("learning_rate/multi_modal_projector.norm" in entry for entry in metrics):
         names += NORM_ARGUMENTS
 
     listed = {}
@@ -358,7 +361,7 @@ def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
     """The rows of `evaluation.json`; an empty list if there is no such file.
 
     Raises:
-        UserError: if a row lacks a field, if its value is not finite, or if it was measured with other weights.
+        UserError: if a row lacks a field, has a value that is not finite, or was measured with other weights.
     """
     if not path.exists():
         return []
@@ -381,7 +384,7 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
         The values as text; `None` if there is no report.
 
     Raises:
-        UserError: if the report is about other weights or several models, or if another version wrote it.
+        UserError: if the report is about several models, other weights or quantized weights, or is another version's.
     """
     if not path.exists():
         return None
@@ -398,7 +401,7 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
     if len(models) > 1 or is_quantized or model.get("weights") != weights_hash:
         raise UserError(f"{path} is of other weights. {advice}")
 
-    # The report calls image tokens "visual". A measure is `None` if it was not measured.
+    # The report calls image tokens "visual". `look` returns `None` for what was not measured.
     summary = Summary(rows)
     estimates = {
         "L2 norm of image tokens over that of text tokens, at the decoder": summary.look("ratio"),

@@ -12,7 +12,7 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Licence:
-    """A licence, and what it asks for if a part of a model is under it.
+    """A licence, and what it asks of a model with a part under this licence.
 
     Attributes:
         identifier: The Hub's name for the licence.
@@ -66,8 +66,8 @@ def choose_licence(text_model: str | None, vision_model: str | None, user_licenc
     """The licence of a model that is made from a language model and a vision encoder.
 
     Args:
-        text_model: Hub id of the language model; `None` if it is not from the Hub.
-        vision_model: Hub id of the vision encoder; `None` if it is not from the Hub.
+        text_model: Hub id of the language model; `None` if it is not known.
+        vision_model: Hub id of the vision encoder; `None` if it is not known.
         user_licence: Identifier of the licence that the user gives with --license; `None` if the user gives none.
 
     Raises:
@@ -85,8 +85,7 @@ def choose_licence(text_model: str | None, vision_model: str | None, user_licenc
         elif user_licence is None:
             raise UserError(describe_unknown(option, hub_id))
 
-    # A part under Apache's licence may go into a model under another licence. So if there is another licence, the
-    # model gets that licence.
+    # A part under Apache's licence may go into a model under another licence, so another licence takes precedence.
     different_licences = dict.fromkeys(licences)
     other_licences = [licence for licence in different_licences if licence is not APACHE]
     if len(other_licences) > 1:
@@ -98,10 +97,7 @@ def choose_licence(text_model: str | None, vision_model: str | None, user_licenc
 
 
 def find_named_licence(identifier: str) -> Licence:
-    """The licence with this identifier, which the user gives.
-
-    If the licence is not known here, the card links to the release's own file `LICENSE`.
-    """
+    """The licence with this identifier. An unknown licence links to the release's own file `LICENSE`."""
     for licence in (APACHE, LLAMA_3_2):
         if licence.identifier == identifier:
             return licence

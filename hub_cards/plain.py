@@ -1,7 +1,7 @@
-"""Publish a model of ours as the plain Llava that it is, if it is one, so that it runs without code of its own.
+"""Publish a NormLlava as a plain Llava, which needs no code of its own, if both compute the same.
 
-A NormLlava without a norm layer, merged patches, key adapters and tiles computes what transformers' own Llava does,
-also if its projector was scaled or aligned before training.
+Both do if the NormLlava has no norm layer, merged patches, key adapters or tiles. Scaling or aligning the projector
+before training changes nothing.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProces
 from modeling_normllava import NormLlavaConfig
 
 
-# Fields that NormLlava's config adds to Llava's, with the values for which the model computes what a Llava does.
+# Fields that NormLlava's config adds to Llava's, with the values for which the model computes the same as a Llava.
 LLAVA_VALUES = {"projector_norm": "none", "spatial_merge_size": 1}
-# Fields that it adds without an effect on a model that has no norm layer.
+# Added fields that have no effect on a model without a norm layer.
 FIELDS_WITHOUT_EFFECT = (
     "projector_norm_target",
     "projector_norm_eps",
@@ -27,31 +27,31 @@ FIELDS_WITHOUT_EFFECT = (
     "llava_name_or_path",
 )
 
-# What the names of a NormLlava's tensors begin with, and what they begin with in the first Llava checkpoints. Every
-# version of transformers, vLLM and converters read the latter.
+# Prefixes of a NormLlava's tensor names, with the prefixes that replace them in the first Llava checkpoints. vLLM,
+# converters and every version of transformers read the names of those checkpoints.
 LLAVA_PREFIXES = {
     "model.language_model.": "language_model.model.",
     "lm_head.": "language_model.lm_head.",
     "model.multi_modal_projector.": "multi_modal_projector.",
     "model.vision_tower.": "vision_tower.",
 }
-# Types of vision encoders whose tensors had one more level in their names.
+# Vision encoders whose tensors have one more level, `vision_model`, in the names of those checkpoints.
 TYPES_WITH_VISION_MODEL = ("clip_vision_model", "siglip_vision_model")
 
 
 def is_plain_llava(config: NormLlavaConfig, processor: Mapping[str, Any]) -> bool:
-    """Whether transformers' own classes run a model as ours do.
+    """Whether a model computes the same with transformers' own classes as with NormLlava's.
 
     Args:
         config: The model's config.
         processor: The content of processor_config.json.
     """
-    if processor.get("processor_class") != LlavaProcessor.__name__:
+    if processor.get("processor_class") != LlavaProcessor.__name__:  # NormLlava's own processor cuts tiles
         return False
 
-    for name in added_fields(config):
-        has_llava_value = name in LLAVA_VALUES and getattr(config, name) == LLAVA_VALUES[name]
-        if not has_llava_value and name not in FIELDS_WITHOUT_EFFECT:
+    for name in added_fields(config) - set(FIELDS_WITHOUT_EFFECT):
+        # A field in neither list, such as `key_adapter_rank`, changes what the model computes.
+        if name not in LLAVA_VALUES or getattr(config, name) != LLAVA_VALUES[name]:
             return False
     return True
 
@@ -74,7 +74,7 @@ def as_llava_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_as_llava(weight_file: Path, folder: Path, vision_type: str) -> None:
-    """Copy a weight file into a folder, with the tensors' names of a plain Llava.
+    """Copy a weight file into a folder, and give its tensors the names that they have in a plain Llava.
 
     Args:
         weight_file: A NormLlava's weight file.
@@ -85,7 +85,7 @@ def copy_as_llava(weight_file: Path, folder: Path, vision_type: str) -> None:
     with safe_open(weight_file, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - the file can't be iterated
             tensors[name_in_llava(name, vision_type)] = file.get_tensor(name)
-    save_file(tensors, folder / weight_file.name, {"format": "pt"})
+    save_file(tensors, folder / weight_file.name, metadata={"format": "pt"})
 
 
 def as_llava_index(index: dict[str, Any], vision_type: str) -> dict[str, Any]:

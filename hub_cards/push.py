@@ -58,12 +58,12 @@ def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
     """Publish a release folder.
 
     One commit adds, changes and deletes files, and the tag is set on this commit. A new repository is created private.
-    If the repository shall be public, it becomes public only after the commit and the tag.
+    A repository is made public only after the commit and the tag.
 
     Args:
         folder: A release folder without faults, see [`~hub_cards.check.require_no_faults`].
         api: The Hub's client.
-        public: Whether the repository shall be public. If this is false, a repository that is public is not changed.
+        public: Whether the repository shall be public. If false, a public repository stays public, but gets no commit.
 
     Returns:
         The plan that was carried out.
@@ -89,8 +89,8 @@ def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
 def plan_push(folder: Path, api: HfApi) -> Plan:
     """Plan a push by comparing the release folder with its repository on the Hub.
 
-    If the repository has the tag already, the folder is compared with the tag's files, otherwise with those of the
-    latest commit.
+    The folder is compared with the tag's files if the repository has the tag already, otherwise with the latest
+    commit's files.
 
     Raises:
         UserError: if a branch has the tag's name, or if the tag is on other files than the release's.
@@ -168,6 +168,6 @@ def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
     message = f"Release {plan.tag}"
     try:
         commit = api.create_commit(plan.repo_id, operations, commit_message=message, parent_commit=plan.head)
-    except ValueError as error:  # the client raises this if the Hub refuses the card's metadata
+    except ValueError as error:  # the client's error if the Hub refuses the card's metadata
         raise UserError(f"The Hub refuses the card {folder / CARD_FILE}: {error}") from error
     return commit.oid

@@ -2,7 +2,7 @@
 
     python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0 --port 8000
 
-In a request, `model` is the folder or id as it was given to this command, or `<id>@<revision>`. A picture is a URL or
+In a request, `model` is the folder or id that was given to this command, or `<id>@<revision>`. A picture is a URL or
 base64. The server asks for no key and fetches any URL, so it listens on the loopback interface only.
 """
 
@@ -50,7 +50,7 @@ def serve_model(model: str, revision: str, port: int) -> None:
     Raises:
         UserError: if the folder doesn't exist or holds no model that can be served, if the port is taken, or if the
             server is not installed.
-        OSError: if a repository, a revision or a file of the model is missing. The command prints it in one line.
+        OSError: if a repository, a revision or a file of the model is missing.
     """
     if not is_serve_available():
         raise UserError("transformers' server is not installed: pip install -e '.[release]'")
@@ -83,7 +83,7 @@ def build_app(model: str, revision: str) -> Any:
 
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.update(MODEL_TYPES)
     pinned_model = model
-    if not Path(model).exists():
+    if not Path(model).exists():  # a Hub id, not a folder
         pinned_model = f"{model}@{revision}"
     try:
         manager = ModelManager(trust_remote_code=True, force_model=pinned_model)
@@ -96,8 +96,8 @@ def build_app(model: str, revision: str) -> Any:
     for handler in (chat_handler, response_handler):
         guard_handler(handler, model, pinned_model)
 
-    # `build_server` takes a handler for each kind of request, such as `chat_handler`. Which kinds there are depends on
-    # the version of transformers. All handlers except the two above are `None`.
+    # `build_server` takes a handler for each kind of request, such as `chat_handler`. Other versions of transformers
+    # have other kinds. All handlers except the two above are `None`.
     handlers: dict[str, Any] = {}
     for name in signature(build_server).parameters:
         if name.endswith("_handler"):
@@ -123,13 +123,12 @@ def build_app(model: str, revision: str) -> Any:
 
 
 def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
-    """Change one of transformers' handlers so that it reads no files of this machine.
+    """Change one of transformers' handlers so that it refuses requests that name files of this machine.
 
-    The handler then refuses requests that name files. It answers requests that it can't read with status 400, where
-    transformers' own answer would have status 500.
+    The handler then also answers requests that it can't read with status 400, where transformers would answer 500.
 
     Args:
-        handler: The handler, which answers the requests of a route. It is changed in place.
+        handler: The handler, which is changed in place.
         model: The name by which clients may ask for the model.
         pinned_model: The name by which transformers knows the model, with the revision.
     """
@@ -149,8 +148,8 @@ def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
         try:
             return await handle_unguarded(request, request_id)
         except (ValueError, OSError) as error:
-            # The handler calls `read_messages`, which refuses files by a UserError; this is a ValueError. Pillow, the
-            # HTTP client and transformers raise both types for pictures and text that they can't read.
+            # `read_messages`, which the handler calls, refuses files with a UserError, a kind of ValueError. Pillow,
+            # the HTTP client and transformers raise both types for pictures and text that they can't read.
             raise HTTPException(400, str(error)) from error
 
     handler.handle_request = handle_guarded

@@ -20,10 +20,10 @@ from hub_cards.release import read_release
 # A Python block of the card. The group is the block's code.
 SNIPPET_PATTERN = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
-# Environment variables that begin with these prefixes are settings of the Hub's client and of transformers, such as a
-# token or a cache. The snippets run without them.
+# Prefixes of environment variables that set up the Hub's client and transformers, such as a token or a cache. The
+# snippets run without these variables.
 HIDDEN_PREFIXES = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
-# These variables are passed on nevertheless. They say where the Hub is, and how to download from it.
+# Exceptions that the snippets get nevertheless: where the Hub is, and how to download from it.
 PASSED_ON_VARIABLES = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")
 
 
@@ -48,10 +48,10 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
     Args:
         repo_id: The repository, owner/name.
         revision: The release's tag.
-        folder: The release folder that was pushed. If it is given, it is compared with the repository.
+        folder: The release folder that was pushed, to compare it with the repository; `None` for no such comparison.
 
     Raises:
-        UserError: if the repository can't be read without a token and there is no token, if its card has no snippet,
+        UserError: if the repository can't be read without a token and there is no token, if the card has no snippet,
             or if the folder was built for another repository or tag. Other errors of the Hub's client, such as for an
             unknown tag, are raised as they are.
     """
@@ -59,8 +59,7 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
         require_same_release(folder, repo_id, revision)
 
     with tempfile.TemporaryDirectory() as home:
-        # The snippets find the download because they run with `home` as HF_HOME, and the Hub's client has its cache in
-        # the folder `hub` of HF_HOME.
+        # The snippets run with `home` as HF_HOME. There, the Hub's client looks for downloads in the folder `hub`.
         cache = Path(home) / "hub"
         snapshot, token = download_release(repo_id, revision, cache)
 
@@ -92,8 +91,8 @@ def download_release(repo_id: str, revision: str, cache: Path) -> tuple[Path, st
     """Download a repository, without a token if that is possible.
 
     Returns:
-        The folder of the download, and the token that the download needed. The token is `False` if no token was
-        needed, by which the Hub's client knows not to send any.
+        The folder of the download, and the token that the download needed. `False` in place of a token tells the Hub's
+        client to send none.
 
     Raises:
         UserError: if the repository can't be read without a token, and there is no token. Other errors of the Hub's
@@ -114,7 +113,7 @@ def download_release(repo_id: str, revision: str, cache: Path) -> tuple[Path, st
 
 
 def compare_with_folder(repo_id: str, revision: str, folder: Path, api: HfApi) -> list[str]:
-    """How the repository differs from the release folder, as messages that each name a file."""
+    """How the repository differs from the release folder: a message for each file that differs."""
     # The client calls files "extra" if they are only in the folder, and "missing" if they are only on the Hub.
     comparison = api.verify_repo_checksums(repo_id, revision=revision, local_dir=folder)
     only_on_hub = sorted(set(comparison.missing_paths) - HUB_FILES)
@@ -155,7 +154,7 @@ def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.Comple
 
 
 def describe_failure(completed: subprocess.CompletedProcess[str]) -> str:
-    """The last line that a failed process wrote to stderr, or its exit status if it wrote nothing."""
+    """The last line of a failed process's stderr, or the exit status if stderr is empty."""
     lines = completed.stderr.strip().splitlines()
     if not lines:
         return f"exit status {completed.returncode}"

@@ -17,7 +17,7 @@ from hub_cards.contents import WEIGHTS_INDEX, read_json
 
 # The beginning of the names of the tensors of the norm after the projector.
 NORM_PREFIX = "model.multi_modal_projector.norm."
-# What all names of tensors of key adapters contain. Key adapters are low-rank adapters of the decoder's keys.
+# What the names of key adapters' tensors contain. Key adapters are low-rank adapters of the decoder's keys.
 KEY_ADAPTER = ".key_adapter."
 
 
@@ -84,7 +84,7 @@ def check_index(folder: Path, file_names: set[str]) -> None:
 def name_part(tensor_name: str) -> str:
     """The name of the model's part that a tensor belongs to.
 
-    It is "norm", "key_adapter", or the name of a module, such as "vision_tower" for
+    The name is "norm", "key_adapter", or that of a module, such as "vision_tower" for
     "model.vision_tower.encoder.layers.0.mlp.fc1.weight".
     """
     if tensor_name.startswith(NORM_PREFIX):

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pixels import to_rgb
 
 
-# The formats of pictures that are accepted. Pillow reads more formats, but for one of them, EPS, it starts a program.
+# The accepted formats of pictures. Pillow reads more formats, but to read EPS it starts another program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PARAMETER_NAMES = ("max_new_tokens", "temperature")
-# The largest `max_new_tokens` that a request may set, and the number if it sets none.
+# The largest `max_new_tokens` that a request may set, and the value for a request that sets none.
 MAX_NEW_TOKENS = 1024
 DEFAULT_NEW_TOKENS = 256
 # Options of a greedy answer. They override the model's generation config, which may set penalties.
@@ -40,12 +40,12 @@ GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_rep
 
 
 class EndpointHandler:
-    """Answers requests with the model of a folder. An endpoint makes one object of this class and calls it."""
+    """Answers requests with a folder's model. An endpoint makes one handler, and calls it for each request."""
 
     def __init__(self, path: str = "") -> None:
         """Load the model and the processor from the folder `path`."""
         device_map = "auto" if torch.cuda.is_available() else None
-        # A plain Llava comes without code of its own.
+        # A plain Llava has no code of its own.
         has_code = (Path(path) / "modeling_normllava.py").exists()
         self.model = AutoModelForImageTextToText.from_pretrained(
             path,
@@ -83,7 +83,7 @@ def read_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """A request's parameters as options of `generate`.
 
     Raises:
-        ValueError: if a parameter is unknown, or can't have this value.
+        ValueError: if a parameter is unknown, or its value is not allowed.
     """
     max_new_tokens = parameters.get("max_new_tokens", DEFAULT_NEW_TOKENS)
     temperature = float(parameters.get("temperature", 0.0))
@@ -101,7 +101,7 @@ def read_message(message: dict[str, Any]) -> dict[str, Any]:
     """A request's message in the form that the processor reads, with the pictures decoded.
 
     Raises:
-        ValueError: for a part that is neither text nor a picture, or a picture that can't be read.
+        ValueError: if a part is neither text nor a picture, or if a picture can't be read.
     """
     content = message["content"]
     if isinstance(content, str):

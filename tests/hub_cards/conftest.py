@@ -13,7 +13,7 @@ from PIL import Image
 from common.files import weights_fingerprint
 from diagnostics.__main__ import main as run_diagnostics
 from hub_cards.build import BuildOptions, build_release
-from hub_server import NAME, TOKEN, HubServer, serve_hub
+from hub_server import REPO_ID, TOKEN, HubServer, serve_hub
 
 
 # The content of a recipe's `card.yaml`.
@@ -43,14 +43,14 @@ EVALUATION = {
 
 @pytest.fixture(scope="session")
 def trained_run(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run, as training leaves it. Treat it as read-only.
+    """The folder of a run as training leaves it: a model, made-up records, and files that must not be published.
 
-    It holds a model, made-up records of training and evaluation, and files that must not be published.
+    Treat it as read-only.
     """
     run = tmp_path_factory.mktemp("trained") / "stage2"
     shutil.copytree(composed(), run)
 
-    # The log of eight steps.
+    # A log of eight steps.
     (run / "trainer_state.json").write_text(json.dumps({"global_step": 8, "log_history": []}))
     metrics = [
         {"step": 4, "loss": 2.5},
@@ -113,12 +113,9 @@ def report(trained_run: Path, widget_data: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def release(trained_run: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The release folder of the run, with two examples. Treat it as read-only.
-
-    The Space's folder is beside it.
-    """
+    """The release folder of the run, with two examples, beside the Space's folder. Treat both as read-only."""
     folder = tmp_path_factory.mktemp("released") / "release"
-    options = BuildOptions(repo_id=NAME, prose=prose, widget_data=widget_data, license="apache-2.0")
+    options = BuildOptions(repo_id=REPO_ID, prose=prose, widget_data=widget_data, license="apache-2.0")
     build_release(trained_run, folder, options)
     return folder
 

@@ -1,6 +1,6 @@
 """A server on the loopback address with as much of the Hub's HTTP API as pushing and loading a model need.
 
-The server can have one repository, `NAME`, and accepts one token, `TOKEN`. `serve_hub` starts it.
+The server can have one repository, `REPO_ID`, and accepts one token, `TOKEN`. `serve_hub` starts it.
 """
 
 import base64
@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from hub_cards.__main__ import main as run_hub_cards
 
 
-NAME = "me/Tiny-NormLlava"
+REPO_ID = "me/Tiny-NormLlava"
 TOKEN = "hf_loopback"
 # Files with these endings are the large files, which the Hub stores with Git LFS instead of in the commit.
 LFS_SUFFIXES = (".safetensors", ".png")
@@ -93,7 +93,7 @@ class HubServer:
         url: The server's address.
         created_repository: The repository; `None` until it is created.
         large_files: Content of the large files that were uploaded, by their SHA-256 hashes.
-        failures: An HTTP status by a part of a path. The next request whose path contains the part fails with the
+        failures: HTTP statuses by parts of paths. The next request whose path contains the part fails with the
             status, and the entry is removed.
         card_error: The message with which the server refuses the metadata of cards; `None` if it accepts them.
         requests: All requests so far.
@@ -128,9 +128,9 @@ class HubServer:
 
 
 def build_app(hub: HubServer) -> FastAPI:
-    """The server's app. Each function in here answers the requests to the path in its decorator."""
+    """The server's app. Each function inside answers the requests to the path in its decorator."""
     app = FastAPI()
-    model_api = f"/api/models/{NAME}"
+    model_api = f"/api/models/{REPO_ID}"
 
     @app.middleware("http")
     async def admit_request(request: Request, answer: Callable[..., Any]) -> Any:
@@ -147,7 +147,7 @@ def build_app(hub: HubServer) -> FastAPI:
             message = "Invalid credentials in Authorization header"
             return JSONResponse({"error": message}, 401, {"X-Error-Message": message})
         # To requests without a token, the Hub doesn't tell that a private repository exists.
-        asks_for_repository = NAME in path
+        asks_for_repository = REPO_ID in path
         if asks_for_repository and hub.has_private_repository() and not authorization:
             return JSONResponse({"error": "not found"}, 401, {"X-Error-Code": "RepoNotFound"})
         return await answer(request)
@@ -158,14 +158,14 @@ def build_app(hub: HubServer) -> FastAPI:
         is_private = bool(body.get("private")) or body.get("visibility") == "private"
         hub.created_repository = Repository(is_private)
         hub.created_repository.add_commit({".gitattributes": b"*.safetensors filter=lfs\n"})
-        return {"url": f"{hub.url}/{NAME}", "name": NAME, "id": NAME}
+        return {"url": f"{hub.url}/{REPO_ID}", "name": REPO_ID, "id": REPO_ID}
 
     @app.get(model_api)
     @app.get(model_api + "/revision/{revision}")
     def describe_repository(revision: str = "main") -> Any:
         commit_id, files = hub.repository.find_commit(revision)
         return {
-            "id": NAME,
+            "id": REPO_ID,
             "sha": commit_id,
             "siblings": [{"rfilename": path} for path in files],
             "tags": [],
@@ -188,7 +188,7 @@ def build_app(hub: HubServer) -> FastAPI:
 
     @app.put(model_api + "/settings")
     def change_visibility(body: dict[str, Any]) -> Any:
-        # Here too, versions of the client differ in the field.
+        # Here too, versions of the client differ in the field that they send.
         if "private" in body:
             hub.repository.private = body["private"]
         else:
@@ -204,7 +204,7 @@ def build_app(hub: HubServer) -> FastAPI:
             files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
         return {"files": files}
 
-    @app.post(f"/{NAME}.git/info/lfs/objects/batch")
+    @app.post(f"/{REPO_ID}.git/info/lfs/objects/batch")
     def choose_upload_urls(body: dict[str, Any]) -> Any:
         """Say for each large file to which URL the client has to upload it. A file that the server has gets no URL."""
         objects = []
@@ -239,7 +239,7 @@ def build_app(hub: HubServer) -> FastAPI:
             elif operation["key"] == "deletedFile":
                 files.pop(value["path"])
         commit_id = hub.repository.add_commit(files)
-        return {"commitUrl": f"{hub.url}/{NAME}/commit/{commit_id}", "commitOid": commit_id, "success": True}
+        return {"commitUrl": f"{hub.url}/{REPO_ID}/commit/{commit_id}", "commitOid": commit_id, "success": True}
 
     @app.post(model_api + "/tag/{revision}")
     def set_tag(revision: str, body: dict[str, Any]) -> Any:
@@ -253,13 +253,13 @@ def build_app(hub: HubServer) -> FastAPI:
             return JSONResponse({"errors": [{"message": hub.card_error}], "warnings": []}, 400)
         return {"errors": [], "warnings": []}
 
-    @app.api_route(f"/{NAME}" + "/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
+    @app.api_route(f"/{REPO_ID}" + "/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
     def download_file(revision: str, path: str) -> Any:
         commit_id, files = hub.repository.find_commit(revision)
         if path not in files:
             raise HTTPException(404, "not found", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit_id})
 
-        # The ETag of a large file is its SHA-256 hash, that of another file is Git's hash.
+        # The ETag of a large file is its SHA-256 hash. Other files have Git's hash.
         entry = describe_file(path, files[path])
         etag = entry["oid"]
         if "lfs" in entry:
@@ -288,7 +288,7 @@ def describe_file(path: str, content: bytes) -> dict[str, Any]:
 def serve_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Start a server, and have the Hub's client send its requests to this server instead of the Hub.
 
-    This is so in this process, and in processes that this process starts.
+    The client in processes that this process starts does so too.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening_socket:  # the system chooses a free port
         _, port = listening_socket.getsockname()
@@ -326,7 +326,7 @@ def read_tree(folder: Path) -> Tree:
 
 
 def place_files(hub: HubServer, files: Tree, private: bool = False) -> Repository:
-    """Create the repository with one commit of these files, on which the tag v1.0 is."""
+    """Create the repository with one commit of these files, and put the tag v1.0 on the commit."""
     repository = Repository(private)
     commit_id = repository.add_commit({".gitattributes": b"", **files})
     repository.tags["v1.0"] = commit_id

@@ -17,7 +17,7 @@ from PIL import Image
 
 @contextmanager
 def serve(command: Sequence[str | Path], folder: Path, log: Path) -> Iterator[openai.OpenAI]:
-    """A client of a server that runs in a process of its own as long as the `with` lasts.
+    """A client of a server that runs in its own process as long as the `with` lasts.
 
     Args:
         command: The command that starts the server. `--port` and a free port are added.
@@ -36,14 +36,14 @@ def serve(command: Sequence[str | Path], folder: Path, log: Path) -> Iterator[op
 
 
 def find_free_port() -> int:
-    """A port on which no server listens. The system chooses it for a socket that is closed again."""
+    """A port on which no server listens. The system chooses the port, for a socket that is closed again."""
     with socket.create_server(("127.0.0.1", 0)) as free_socket:
         _, port = free_socket.getsockname()
         return port
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Wait until the server answers, or for about two minutes. Fails with the server's log if the server has ended."""
+    """Wait until the server answers. Fails with the server's log if the server ends, or is silent for two minutes."""
     for _ in range(120):
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
@@ -51,6 +51,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) ->
         except OSError:
             assert server.poll() is None, log.read_text()
             time.sleep(1)
+    raise AssertionError(log.read_text())
 
 
 def make_messages(url: str, question: str = "what is it?") -> list[dict[str, Any]]:

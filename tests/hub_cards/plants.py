@@ -1,7 +1,7 @@
 """Changes that tests make in a folder with a model. Most of them are faults.
 
 The functions return a function that makes the change in a folder, so that tests can list changes before there is a
-folder. `split_weights` is such a function itself.
+folder. Only `split_weights` makes its change itself.
 """
 
 import json
@@ -51,14 +51,14 @@ def set_fields(name: str, **fields: Any) -> FolderChange:
 
     Args:
         name: The file's name.
-        fields: Values by the names of fields. `a__b` names the field `b` of the object in the field `a`. A field whose
-            value is `None` is removed.
+        fields: New values, by the names of fields. `a__b` names the field `b` of the object in the field `a`. `None`
+            removes a field.
     """
 
     def change_folder(folder: Path) -> None:
         content = json.loads((folder / name).read_text())
-        for path, value in fields.items():
-            *parent_fields, field = path.split("__")
+        for field_path, value in fields.items():
+            *parent_fields, field = field_path.split("__")
             parent = content
             for parent_field in parent_fields:
                 parent = parent[parent_field]
@@ -78,7 +78,7 @@ def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Folde
     def change_folder(folder: Path) -> None:
         weights = load_file(folder / WEIGHTS)
         change(weights)
-        save_file(weights, folder / WEIGHTS, {"format": "pt"})
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
     return change_folder
 
@@ -95,9 +95,9 @@ def split_weights(folder: Path) -> None:
         "model-00002-of-00002.safetensors": names[middle:],
     }
     weight_map = {}
-    for file, shard_names in names_by_file.items():
+    for file_name, shard_names in names_by_file.items():
         shard = {name: weights[name].clone() for name in shard_names}
-        save_file(shard, folder / file, {"format": "pt"})
+        save_file(shard, folder / file_name, metadata={"format": "pt"})
         for name in shard_names:
-            weight_map[name] = file
+            weight_map[name] = file_name
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

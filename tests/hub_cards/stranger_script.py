@@ -1,9 +1,9 @@
-"""Load a release as a stranger does, who has transformers but not this project, and write what it answers.
+"""Load a release as a stranger does, who has transformers but not this project, and write the release's answers.
 
 python -I stranger_script.py RELEASE PICTURE ANSWERS [--trust_remote_code]
 
 ANSWERS is a file for `torch.load`: a dict with the answers of the pipeline and of the release's handler.py, the logits
-of the question, and the modules of the classes of model and processor.
+for the question, and the modules of the model's and the processor's class.
 """
 
 import base64
@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 
 
-# This project's packages that a release may not need.
+# Packages of this project. A release must need none of them.
 PACKAGES = ("common", "conversations", "hub_cards", "modeling_normllava", "training")
 QUESTION = "what is it?"
 NUM_TOKENS = 8
@@ -25,13 +25,15 @@ NUM_TOKENS = 8
 
 def main() -> None:
     """Ask the release in each way, and write the answers."""
-    # An import of this project fails, even if it is installed.
+    # Imports of this project fail, even where the project is installed.
     for package in PACKAGES:
         sys.modules[package] = None  # type: ignore[assignment]
 
     release, picture_file, answers_file, *options = sys.argv[1:]
-    # Without the option, no flag is given at all.
-    flags: dict[str, Any] = {"trust_remote_code": True} if options else {}
+    flags: dict[str, Any] = {}
+    if options:
+        flags["trust_remote_code"] = True
+
     picture = Image.open(picture_file).convert("RGB")
     model = AutoModelForImageTextToText.from_pretrained(release, **flags).eval()
     processor = AutoProcessor.from_pretrained(release, **flags)

@@ -16,13 +16,13 @@ SCRIPT = Path(__file__).with_name("stranger_script.py")
 
 
 def ask_as_stranger(release: Path, picture: Image.Image, folder: Path, trusts_code: bool) -> dict[str, Any]:
-    """What a release answers to the question of `stranger_script.py` about a picture.
+    """The release's answers that `stranger_script.py` writes, to its question about a picture.
 
     Args:
         release: The release folder.
         picture: The picture.
         folder: An empty folder for the process's cache and files.
-        trusts_code: Whether to load the release with `trust_remote_code=True`. Otherwise there is no flag.
+        trusts_code: Whether to load the release with `trust_remote_code=True`. If not, the flag is left out.
     """
     picture.save(folder / "picture.png")
     command = [sys.executable, "-I", SCRIPT, release, folder / "picture.png", folder / "answers.pt"]
@@ -36,7 +36,7 @@ def ask_as_stranger(release: Path, picture: Image.Image, folder: Path, trusts_co
 
 @torch.no_grad()
 def ask_here(model: Any, processor: Any, picture: Image.Image) -> tuple[torch.Tensor, str]:
-    """The logits and the greedy answer of a model of this process to the same question."""
+    """The logits and the greedy answer of a model in this process, to the question of `stranger_script.py`."""
     inputs = encode_question(processor, picture)
     logits = model(**inputs).logits
     generated = model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)

@@ -19,12 +19,12 @@ from hub_cards.card import Prose
 from hub_cards.check import find_faults
 from hub_cards.facts import HUB_ID_PATTERN, collect_facts
 from hub_cards.licences import KNOWN_LICENCES, Licence
-from hub_server import NAME, run_command
+from hub_server import REPO_ID, run_command
 from plants import WEIGHTS, change_weights, set_fields, split_weights, write_file
 
 
 ROOT = Path(__file__).parents[2]
-# Options of the build for the tests' model. Its parts are not from the Hub, so the licence has to be given.
+# The parts of the tests' model are not from the Hub, so a build needs this option.
 OWN_LICENCE = {"license": "apache-2.0"}
 # Hub ids of parts whose licences are known.
 LLAMA = "meta-llama/Llama-3.2-3B-Instruct"
@@ -40,9 +40,9 @@ def run(trained_run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build_card(prose: Path, tmp_path: Path) -> Callable[..., str]:
-    """A function that builds a release from a run and returns the text of its card.
+    """A function that builds a release from a run, asserts that it has no faults, and returns the text of its card.
 
-    The folder is `tmp_path / "release"`, and is built anew at each call. The release must have no faults.
+    The release folder is `tmp_path / "release"`, and is built anew at each call.
     """
 
     def build(run: Path, repo_id: str = "me/Mine", **options: Any) -> str:
@@ -61,11 +61,11 @@ def name_parts(run: Path, text: str | None, vision: str | None) -> None:
 
     A name is a Hub id or a folder; `None` removes the record.
     """
-    # The fields are `_name_or_path` in `text_config` and in `vision_config`.
+    # `text_config___name_or_path` is the field `_name_or_path` of `text_config`.
     set_fields("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
 
 
-def test_a_build_keeps_the_files_of_folders_beside_the_release(
+def test_a_build_keeps_other_files_beside_the_release(
     trained_run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
     for folder in ("space", "release-space"):
@@ -116,12 +116,12 @@ def test_the_name_of_the_language_models_folder_is_taken_out(release: Path, trai
 def test_a_release_records_what_it_was_built_for_and_from(release: Path, trained_run: Path) -> None:
     record = json.loads((release / "release.json").read_text())
     (evaluation,) = json.loads((trained_run / "evaluation.json").read_text())
-    assert record == {"repo_id": NAME, "revision": "v1.0", "weights": evaluation["weights"]}
+    assert record == {"repo_id": REPO_ID, "revision": "v1.0", "weights": evaluation["weights"]}
 
 
-# Texts that the card has to contain. They show what the files of the run `trained_run` record; see conftest.py.
+# What the card has to contain. The values are those that `trained_run` in conftest.py records.
 RECORDED_TEXTS = (
-    f"# {NAME.split('/')[1]}\n",
+    "# Tiny-NormLlava\n",
     "Answers questions.",
     "followed by a LayerNorm with gradient compensation (GWC)",
     "| norm after it | new in this model | 64 |",  # gain and bias of a LayerNorm of width 32
@@ -275,7 +275,7 @@ def test_commands_on_the_card_are_not_escaped(run: Path, build_card: Callable[..
 
 @pytest.fixture
 def run_with_benchmarks(run: Path) -> Path:
-    """The run, with results on a registered benchmark, on a dataset that may be registered, and on rows of its own."""
+    """The run, with results on its own rows, on a registered benchmark, and on a dataset that may be registered."""
     (row,) = json.loads((run / "evaluation.json").read_text())
     harness = {"harness": "lm-eval 0.4.13", "choice": "8 shots", "value": 0.4125}
     gsm8k = row | harness | {"dataset": "openai/gsm8k, main"}
@@ -287,15 +287,12 @@ def run_with_benchmarks(run: Path) -> Path:
 def test_results_on_registered_benchmarks_are_written_for_the_hubs_leaderboards(
     run_with_benchmarks: Path, build_card: Callable[..., str], prose: Path, tmp_path: Path
 ) -> None:
-    card = build_card(run_with_benchmarks, **OWN_LICENCE)  # finds no fault
+    card = build_card(run_with_benchmarks, **OWN_LICENCE)
     folder = tmp_path / "release" / ".eval_results"
     assert [path.name for path in folder.iterdir()] == ["gsm8k.yaml"]
     (entry,) = parse_eval_result_entries(yaml.safe_load((folder / "gsm8k.yaml").read_text()))
-    assert (entry.dataset_id, entry.task_id, entry.value) == (
-        "openai/gsm8k",
-        "gsm8k",
-        41.25,
-    )  # a harness's, in percent
+    assert (entry.dataset_id, entry.task_id) == ("openai/gsm8k", "gsm8k")
+    assert entry.value == 41.25  # the harness's 0.4125 in percent
     assert entry.notes == "exact_match; test; 8 shots; lm-eval 0.4.13"
     assert len(ModelCard(card).data.eval_results) == 3  # all results stay in the card's metadata
 
@@ -305,7 +302,8 @@ def test_results_on_registered_benchmarks_are_written_for_the_hubs_leaderboards(
     build_card(run_with_benchmarks, prose=tmp_path / "card.yaml", **OWN_LICENCE)
     assert sorted(path.name for path in folder.iterdir()) == ["MMStar.yaml", "gsm8k.yaml"]
     (entry,) = parse_eval_result_entries(yaml.safe_load((folder / "MMStar.yaml").read_text()))
-    assert (entry.dataset_id, entry.task_id, entry.value) == ("Lin-Chen/MMStar", "mmstar", 41.25)
+    assert (entry.dataset_id, entry.task_id) == ("Lin-Chen/MMStar", "mmstar")
+    assert entry.value == 41.25  # as the run records it, since no harness measured it
 
 
 def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
@@ -332,7 +330,7 @@ def test_a_release_gets_this_versions_class_files(
 
 
 def summary_row(measure: str, modality: str, mean: float, low: float, high: float) -> dict[str, Any]:
-    """A row of the diagnostics' summary: a mean over four pictures, and the ends of its interval."""
+    """A row of the diagnostics' summary: a mean over four pictures, and the ends of the mean's interval."""
     return {"measure": measure, "modality": modality, "layer": None, "mean": mean, "low": low, "high": high, "n": 4}
 
 
@@ -379,7 +377,7 @@ def test_the_card_shows_the_diagnostics_report(
         pytest.param({"dtype": "float32, quantized"}, id="quantized weights"),
     ],
 )
-def test_a_report_on_other_weights_is_refused(change: dict[str, Any], measured_run: Path) -> None:
+def test_a_report_of_other_weights_is_refused(change: dict[str, Any], measured_run: Path) -> None:
     (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
     set_fields("diagnostics/report.json", models=[model | change])(measured_run)
     with pytest.raises(ValueError, match=r"report.json is of other weights. Run python -m diagnostics on this model"):
@@ -417,7 +415,7 @@ def test_a_result_that_names_no_weights_is_refused(run: Path) -> None:
 
 @pytest.fixture
 def run_after_align(run: Path, tmp_path: Path) -> Path:
-    """The run, now as the stage "instruct" after a stage "align" whose folder is there too."""
+    """The run of the stage "instruct", which started from a run of the stage "align"."""
     stage1 = shutil.copytree(run, tmp_path / "stage1")
     set_fields("run.json", arguments__stage="align")(stage1)
     set_fields("run.json", arguments__model_name_or_path=str(stage1))(run)
@@ -433,6 +431,7 @@ def test_the_card_lists_the_stages_in_their_order(run_after_align: Path, build_c
 def test_the_card_says_that_the_training_of_an_aligned_projector_is_not_recorded(
     run_after_align: Path, build_card: Callable[..., str]
 ) -> None:
+    """`training/align.py` aligns a projector before the first stage, and no run records how."""
     set_fields("config.json", projector_aligned=True)(run_after_align)
     assert "Training before the stage that follows: not recorded." in build_card(run_after_align, **OWN_LICENCE)
 
@@ -465,7 +464,7 @@ def test_the_card_links_a_source_of_data_on_the_hub(run: Path, build_card: Calla
         "rows": 1000,
         "good_rows": 990,
         "weight": 0.5,
-        "drawn": 495,
+        "drawn": 495,  # 0.5 × 990
         "fingerprint": "b" * 64,
     }
     set_fields("run.json", sources=[source])(run)
@@ -479,8 +478,8 @@ def test_the_card_links_a_source_of_data_on_the_hub(run: Path, build_card: Calla
 def test_a_stage_lists_only_arguments_that_had_an_effect(run: Path) -> None:
     arguments_without_effect = {
         "load_in_4bit": False,
-        "bnb_4bit_quant_type": "nf4",
-        "lora_r": 16,
+        "bnb_4bit_quant_type": "nf4",  # would say how `load_in_4bit` quantizes
+        "lora_r": 16,  # only the stage "adapt" uses LoRA
         "key_mmd_weight": 0.0,
         "data_seed": None,
         "norm_learning_rate": 1e-4,  # the run's log has no learning rate of a norm
@@ -532,7 +531,7 @@ def test_a_push_finds_the_recipes_prose_and_the_report_of_the_diagnostics(
     run_command(*dry_run)
     # The fixture `report` is about the two pictures of `widget_data`.
     assert "| pictures | 2 |" in (run / "release" / "README.md").read_text()
-    # A picture without content would be smaller.
+    # A picture of a few bytes would be no plot.
     assert (run / "release" / "diagnostics" / "overview.png").stat().st_size > 10_000
 
 
@@ -552,6 +551,7 @@ def test_the_prose_of_every_recipe_can_be_read() -> None:
         ("Qwen/Qwen2.5-3B-Instruct", "licence of Qwen/Qwen2.5-3B-Instruct is not known here"),
         (None, "name it: --text_model owner/name. Otherwise choose a licence: --license apache-2.0"),
     ],
+    ids=["model with an unknown licence", "unknown model"],
 )
 def test_a_build_stops_if_the_licence_of_a_part_is_neither_known_nor_given(
     text_model: str | None, message: str, run: Path, build_card: Callable[..., str]
@@ -579,7 +579,7 @@ def test_a_build_stops_if_it_does_not_do_what_llamas_licence_asks_for(
 
 
 def test_the_hub_id_of_a_part_is_given_or_recorded(run: Path, build_card: Callable[..., str]) -> None:
-    # The language model was loaded from a folder, so the build gets its id.
+    # The language model was loaded from a folder, so the build is told its id.
     name_parts(run, "/data/models/Qwen", SIGLIP)
     card = build_card(run, text_model=QWEN)
     assert f"Made from {QWEN}. Made from {SIGLIP}." in card
@@ -599,7 +599,7 @@ def test_another_id_than_the_recorded_one_is_refused(run: Path) -> None:
         collect_facts(run, text_model=LLAMA)
 
 
-def test_a_model_with_llama_gets_the_files_and_sentences_that_the_licence_asks_for(
+def test_a_model_with_llama_gets_what_llamas_licence_asks_for(
     run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
     name_parts(run, LLAMA, SIGLIP)

@@ -37,7 +37,7 @@ HOME = str(Path.home())
 
 
 def add_symlink(folder: Path) -> None:
-    """Add a symbolic link whose name is that of a file that may be published."""
+    """Add a symbolic link with the name of a file that may be published."""
     (folder / "images" / "example9.png").symlink_to("/etc/passwd")
 
 
@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[FolderChange, str]] = {
     "a pickle": (write_file("training_args.bin", b"x"), "training_args.bin: is not on the list"),
     "a symlink": (add_symlink, "images/example9.png: is a symlink"),
     "a shard lost": (lose_shard, "model-00002-of-00002.safetensors: the folder's weight files are not those of"),
-    "no head": (
+    "no lm_head": (
         change_weights(lambda weights: weights.pop("lm_head.weight")),
         "The model can't be loaded: .*lm_head.weight",
     ),
@@ -93,7 +93,7 @@ FAULTS: dict[str, tuple[FolderChange, str]] = {
         set_fields(CONFIG, projector_norm_eps="small"),
         "config.json can't be read: .*projector_norm_eps",
     ),
-    "another class file": (append_text(MODELING, "\n"), "modeling_normllava.py: is not this version's file"),
+    "a changed class file": (append_text(MODELING, "\n"), "modeling_normllava.py: is not this version's file"),
     # `auto_map__AutoModel` is the field `AutoModel` inside of the field `auto_map`.
     "another repository's class": (
         set_fields(CONFIG, auto_map__AutoModel=OTHER_CODE),
@@ -126,7 +126,7 @@ def test_a_release_has_no_faults(release: Path) -> None:
 
 def test_a_build_lists_all_faults_and_leaves_no_folder(trained_run: Path, prose: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained_run, tmp_path / "run")
-    planted_faults = ("no head", "NaN")
+    planted_faults = ("no lm_head", "NaN")
     for fault in planted_faults:
         make_fault, _ = FAULTS[fault]
         make_fault(run)
@@ -139,7 +139,7 @@ def test_a_build_lists_all_faults_and_leaves_no_folder(trained_run: Path, prose:
     for fault in planted_faults:
         _, pattern = FAULTS[fault]
         assert re.search(pattern, str(refused.value))
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no release folder, and no part of one
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no release folder, whole or partial
 
 
 @pytest.mark.parametrize(("vision", "text"), [("siglip2", "llama"), ("clip", "qwen3"), ("siglip", "gemma3")])

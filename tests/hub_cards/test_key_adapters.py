@@ -27,7 +27,7 @@ def adapted_run(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     model = NormLlavaForConditionalGeneration.from_pretrained(trained_run)
     model = add_key_adapters(model, RANK, alpha=32, dropout=0.05)
 
-    # New adapters have zeros here and change nothing. Training would give them other values.
+    # The matrices `up` of new adapters are zero. Training would change them.
     for layer in model.model.language_model.layers:
         layer.self_attn.k_proj.key_adapter.up.data.normal_()
     model.save_pretrained(run)
@@ -62,7 +62,7 @@ def test_the_card_shows_the_key_adapters_of_the_config_and_the_weights(
 def test_training_before_the_adapters_were_added_is_recorded(
     trained_run: Path, adapted_run: Path, tmp_path: Path
 ) -> None:
-    # `add_key_adapters` makes the folder `with_adapters` from the first run. The second run started from that folder.
+    # `add_key_adapters` makes the folder `with_adapters` from `trained_run`. `run` then starts from that folder.
     run = shutil.copytree(adapted_run, tmp_path / "run")
     with_adapters = tmp_path / "with_adapters"
     arguments = ["--model", str(trained_run), "--rank", str(RANK), "--output_dir", str(with_adapters)]

@@ -1,4 +1,4 @@
-"""A model that is a plain Llava is published as one: without code, and with the same logits."""
+"""A NormLlava that computes the same as a Llava is published as a plain Llava: without code, with the same logits."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ from hub_cards.plain import added_fields, is_plain_llava
 from hub_cards.push import push_release
 from hub_cards.serve import build_app
 from hub_cards.verify import verify_release
-from hub_server import NAME, HubServer
+from hub_server import REPO_ID, HubServer
 from local_server import make_data_url, make_messages, serve
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from plants import FolderChange, change_weights, set_fields, split_weights
@@ -42,7 +42,7 @@ def run(composed: Callable[..., Path]) -> Path:
 def release(run: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's release folder. Treat it as read-only."""
     folder = tmp_path_factory.mktemp("plain") / "release"
-    options = BuildOptions(repo_id=NAME, prose=prose, widget_data=widget_data, license="apache-2.0")
+    options = BuildOptions(repo_id=REPO_ID, prose=prose, widget_data=widget_data, license="apache-2.0")
     build_release(run, folder, options)
     return folder
 
@@ -67,13 +67,15 @@ def test_a_model_without_a_norm_layer_is_a_plain_llava(run: Path) -> None:
     ],
     ids=str,
 )
-def test_what_a_llava_lacks_makes_a_model_no_plain_llava(
+def test_a_model_with_what_llava_lacks_is_no_plain_llava(
     options: dict[str, Any], composed: Callable[..., Path]
 ) -> None:
     assert not is_plain(composed(**{"projector_norm": "none", **options}))
 
 
-def test_a_field_that_llava_lacks_makes_a_model_no_plain_llava_until_its_effect_is_known(run: Path) -> None:
+def test_a_model_with_a_new_config_field_is_no_plain_llava(run: Path) -> None:
+    """The effect of the new field isn't known here."""
+
     @strict
     class LaterConfig(NormLlavaConfig):
         later_field: int = 0
@@ -89,9 +91,9 @@ def test_a_field_that_llava_lacks_makes_a_model_no_plain_llava_until_its_effect_
 def test_llavas_class_has_the_tensors_of_the_run(
     vision: str, text: str, composed: Callable[..., Path], prose: Path, tmp_path: Path
 ) -> None:
-    """Weight files have other names for the same tensors, so tensors are compared, not files."""
+    """The weight files of run and release name tensors differently, so the loaded tensors are compared."""
     run = composed(vision=vision, text=text, projector_norm="none")
-    build_release(run, tmp_path / "release", BuildOptions(repo_id=NAME, prose=prose, license="apache-2.0"))
+    build_release(run, tmp_path / "release", BuildOptions(repo_id=REPO_ID, prose=prose, license="apache-2.0"))
     assert find_faults(tmp_path / "release") == []
 
     tensors = NormLlavaForConditionalGeneration.from_pretrained(run).state_dict()
@@ -103,15 +105,22 @@ def test_llavas_class_has_the_tensors_of_the_run(
 
 def test_weight_files_have_the_names_of_the_first_llava_checkpoints(release: Path) -> None:
     """vLLM's own Llava and older versions of transformers know only these names."""
-    prefixes = {re.match(r"(language_model\.\w+|\w+)\.", name)[0] for name in load_file(release / "model.safetensors")}
-    assert prefixes == {"language_model.lm_head.", "language_model.model.", "multi_modal_projector.", "vision_tower."}
-    assert "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight" in load_file(release / "model.safetensors")
+    names = list(load_file(release / "model.safetensors"))
+    prefixes = (
+        "language_model.lm_head.",
+        "language_model.model.",
+        "multi_modal_projector.",
+        "vision_tower.vision_model.",
+    )
+    assert all(name.startswith(prefixes) for name in names)
+    for prefix in prefixes:
+        assert any(name.startswith(prefix) for name in names), prefix
 
 
 def test_a_model_in_shards_is_published_in_shards(run: Path, prose: Path, tmp_path: Path) -> None:
     sharded = shutil.copytree(run, tmp_path / "run")
     split_weights(sharded)
-    build_release(sharded, tmp_path / "release", BuildOptions(repo_id=NAME, prose=prose, license="apache-2.0"))
+    build_release(sharded, tmp_path / "release", BuildOptions(repo_id=REPO_ID, prose=prose, license="apache-2.0"))
     assert find_faults(tmp_path / "release") == []
 
     weight_map = read_json(tmp_path / "release" / "model.safetensors.index.json")["weight_map"]
@@ -167,30 +176,31 @@ def test_a_fault_of_a_plain_llava_is_found(fault: str, release: Path, tmp_path: 
 
 def test_a_run_with_a_tensor_that_llava_lacks_is_refused(run: Path, prose: Path, tmp_path: Path) -> None:
     with_norm = shutil.copytree(run, tmp_path / "run")
-    norm = {"model.multi_modal_projector.norm.weight": torch.ones(32)}
-    change_weights(lambda weights: weights.update(norm))(with_norm)
+    norm_weights = {"model.multi_modal_projector.norm.weight": torch.ones(32)}
+    change_weights(lambda weights: weights.update(norm_weights))(with_norm)
+    options = BuildOptions(repo_id=REPO_ID, prose=prose, license="apache-2.0")
     with pytest.raises(ValueError, match=r"unexpected_keys .*projector\.norm\.weight"):
-        build_release(with_norm, tmp_path / "release", BuildOptions(repo_id=NAME, prose=prose, license="apache-2.0"))
+        build_release(with_norm, tmp_path / "release", options)
 
 
 @pytest.mark.slow
 def test_a_plain_llava_is_pushed_and_verified(release: Path, hub: HubServer, api: HfApi) -> None:
     push_release(release, api, public=True)
-    verdict = verify_release(NAME, "v1.0", release)  # runs the card's snippet
+    verdict = verify_release(REPO_ID, "v1.0", release)  # runs the card's snippet
     assert verdict.problems == []
-
-
-@pytest.fixture(scope="module")
-def expected(run: Path, red_picture: Image.Image) -> tuple[torch.Tensor, str]:
-    """The logits and the greedy answer of the run's model to the question about the picture."""
-    model = NormLlavaForConditionalGeneration.from_pretrained(run).eval()
-    return ask_here(model, AutoProcessor.from_pretrained(run), red_picture)
 
 
 @pytest.fixture(scope="module")
 def red_picture() -> Image.Image:
     """A picture in one colour."""
     return Image.new("RGB", (30, 20), (200, 20, 90))
+
+
+@pytest.fixture(scope="module")
+def expected(run: Path, red_picture: Image.Image) -> tuple[torch.Tensor, str]:
+    """The logits and the greedy answer of the run's model to a question about the picture."""
+    model = NormLlavaForConditionalGeneration.from_pretrained(run).eval()
+    return ask_here(model, AutoProcessor.from_pretrained(run), red_picture)
 
 
 def test_llavas_class_gives_the_logits_of_the_run(
@@ -218,6 +228,7 @@ def test_the_server_gives_the_runs_answer(
 def test_a_stranger_gets_the_runs_logits_and_answers_without_a_flag(
     release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str], tmp_path: Path
 ) -> None:
+    """A stranger has transformers, but not this project."""
     logits, answer = expected
     stranger = ask_as_stranger(release, red_picture, tmp_path, trusts_code=False)
     assert torch.equal(stranger["logits"], logits)
@@ -226,10 +237,10 @@ def test_a_stranger_gets_the_runs_logits_and_answers_without_a_flag(
 
 
 @pytest.mark.slow
-def test_transformers_serve_answers_as_it_is(
+def test_the_command_transformers_serve_gives_the_runs_answer(
     release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str], tmp_path: Path
 ) -> None:
-    """transformers' own command, without this project's and without a flag."""
+    """transformers' own command needs neither this project nor a flag to serve a plain Llava."""
     transformers_command = Path(sys.executable).with_name("transformers")
     messages: Any = make_messages(make_data_url(red_picture), QUESTION)
     with serve([transformers_command, "serve", release], tmp_path, tmp_path / "log") as client:

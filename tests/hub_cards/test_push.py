@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 from common.errors import UserError
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
-from hub_server import NAME, TOKEN, HubServer, place_files, read_published, read_tree, run_command
+from hub_server import REPO_ID, TOKEN, HubServer, place_files, read_published, read_tree, run_command
 from plants import change_weights
 
 
@@ -25,10 +25,10 @@ def test_the_folder_of_a_dry_run_is_pushed_and_verified(
     trained_run: Path, prose: Path, hub: HubServer, token: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "release"
-    push = ["push", trained_run, "--repo_id", NAME, "--output_dir", folder]
-    options_of_the_build = ["--license", "apache-2.0", "--prose", prose]
-    run_command(*push, *options_of_the_build, "--dry_run")
-    assert f"{NAME} is new, without the tag v1.0\n+ LICENSE\n" in caplog.text
+    push = ["push", trained_run, "--repo_id", REPO_ID, "--output_dir", folder]
+    build_options = ["--license", "apache-2.0", "--prose", prose]
+    run_command(*push, *build_options, "--dry_run")
+    assert f"{REPO_ID} is new, without the tag v1.0\n+ LICENSE\n" in caplog.text
     assert hub.created_repository is None
 
     # The user edits the card after the dry run, and the edited card is pushed.
@@ -44,15 +44,15 @@ def test_the_folder_of_a_dry_run_is_pushed_and_verified(
     hub.requests.clear()
     run_command(*push, "--public")
     changes = [request.path for request in hub.requests if request.method != "GET"]
-    assert changes == [f"/api/models/{NAME}/settings"]
+    assert changes == [f"/api/models/{REPO_ID}/settings"]
     assert not hub.repository.private
     assert len(hub.repository.commits) == 2
 
     # The published files are verified.
     hub.requests.clear()
     caplog.clear()
-    run_command("verify", NAME, "--revision", "v1.0", "--stage", folder)
-    assert f"Verified: {NAME} at v1.0" in caplog.text
+    run_command("verify", REPO_ID, "--revision", "v1.0", "--stage", folder)
+    assert f"Verified: {REPO_ID} at v1.0" in caplog.text
     assert "The card's snippet printed: " in caplog.text
 
     # The repository is public, so its files are downloaded without a token.
@@ -64,7 +64,7 @@ def test_the_folder_of_a_dry_run_is_pushed_and_verified(
 def test_options_of_the_build_are_refused_for_a_folder_that_exists_already(
     trained_run: Path, release: Path, prose: Path, hub: HubServer
 ) -> None:
-    dry_run = ["push", trained_run, "--repo_id", NAME, "--output_dir", release, "--dry_run"]
+    dry_run = ["push", trained_run, "--repo_id", REPO_ID, "--output_dir", release, "--dry_run"]
     advice = (
         f"no effect on {release}, which is there already. Delete {release} to build it anew, or leave the options out"
     )
@@ -78,18 +78,8 @@ def test_without_a_token_a_push_is_refused_but_a_dry_run_builds(
     trained_run: Path, prose: Path, hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "release"
-    push = [
-        "push",
-        trained_run,
-        "--repo_id",
-        NAME,
-        "--license",
-        "apache-2.0",
-        "--prose",
-        prose,
-        "--output_dir",
-        folder,
-    ]
+    build_options = ["--license", "apache-2.0", "--prose", prose]
+    push = ["push", trained_run, "--repo_id", REPO_ID, "--output_dir", folder, *build_options]
     with pytest.raises(SystemExit, match="There is no token: hf auth login"):
         run_command(*push)
     assert not folder.exists()
@@ -101,8 +91,8 @@ def test_without_a_token_a_push_is_refused_but_a_dry_run_builds(
 
 
 def test_a_folder_for_another_tag_is_refused(trained_run: Path, release: Path, token: None, hub: HubServer) -> None:
-    with pytest.raises(SystemExit, match=f"was built for {NAME}, v1.0. Delete it, or choose another --output_dir"):
-        run_command("push", trained_run, "--repo_id", NAME, "--revision", "v1.1", "--output_dir", release)
+    with pytest.raises(SystemExit, match=f"was built for {REPO_ID}, v1.0. Delete it, or choose another --output_dir"):
+        run_command("push", trained_run, "--repo_id", REPO_ID, "--revision", "v1.1", "--output_dir", release)
 
     assert hub.requests == []
 
@@ -111,7 +101,7 @@ def test_a_release_folder_in_place_of_the_run_is_refused(
     release: Path, tmp_path: Path, token: None, hub: HubServer
 ) -> None:
     with pytest.raises(SystemExit, match="is a release: give the run that it was built from"):
-        run_command("push", release, "--repo_id", NAME, "--output_dir", tmp_path / "new")
+        run_command("push", release, "--repo_id", REPO_ID, "--output_dir", tmp_path / "new")
 
     assert hub.requests == []
 
@@ -122,7 +112,7 @@ def test_a_folder_of_other_weights_is_refused(
     retrained = shutil.copytree(trained_run, tmp_path / "retrained")
     change_weights(lambda weights: weights["lm_head.weight"].zero_())(retrained)
     with pytest.raises(SystemExit, match=r"was built from other weights than .*retrained holds now"):
-        run_command("push", retrained, "--repo_id", NAME, "--output_dir", release)
+        run_command("push", retrained, "--repo_id", REPO_ID, "--output_dir", release)
 
     assert hub.requests == []
 
@@ -134,9 +124,9 @@ def test_a_folder_of_an_earlier_version_is_refused(
     old_release = shutil.copytree(release, tmp_path / "old")
     (old_release / "release.json").unlink()
     with pytest.raises(SystemExit, match=r"old holds no release.json: .* an earlier version built it. Delete it"):
-        run_command("push", trained_run, "--repo_id", NAME, "--output_dir", old_release)
+        run_command("push", trained_run, "--repo_id", REPO_ID, "--output_dir", old_release)
     with pytest.raises(SystemExit, match=r"old holds no release.json"):
-        run_command("verify", NAME, "--revision", "v1.0", "--stage", old_release)
+        run_command("verify", REPO_ID, "--revision", "v1.0", "--stage", old_release)
     assert hub.requests == []
 
 
@@ -152,7 +142,7 @@ def test_a_folder_with_a_file_that_is_not_on_the_list_is_not_pushed(
     folder = shutil.copytree(release, tmp_path / "release")
     (folder / "optimizer.pt").write_bytes(b"x")
     with pytest.raises(SystemExit, match=r"can't be published:\n  optimizer.pt: is not on the list"):
-        run_command("push", trained_run, "--repo_id", NAME, "--output_dir", folder)
+        run_command("push", trained_run, "--repo_id", REPO_ID, "--output_dir", folder)
     assert hub.requests == []
 
 
@@ -160,7 +150,7 @@ def test_a_token_that_the_hub_refuses_ends_in_one_error(
     trained_run: Path, release: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_revoked")
-    push = ["push", trained_run, "--repo_id", NAME, "--output_dir", release]
+    push = ["push", trained_run, "--repo_id", REPO_ID, "--output_dir", release]
     # The client's message has several lines, and `[\s\S]` matches across them.
     with pytest.raises(SystemExit, match=r"The push stopped. Push again to go on.*: .*401[\s\S]*Invalid credentials"):
         run_command(*push)
@@ -172,17 +162,17 @@ def test_a_token_that_the_hub_refuses_ends_in_one_error(
 def test_a_push_that_stopped_is_finished_by_another(
     failing_path: str, release: Path, hub: HubServer, api: HfApi
 ) -> None:
-    # The client gives up at 403, but repeats a request that fails with 500: here the first that uploads large files.
+    # The client gives up after status 403. After 500 it asks again, here where to upload large files.
     hub.failures = {failing_path: 403, "/objects/batch": 500}
     with pytest.raises(OSError, match="403"):
         push_release(release, api, public=True)
     assert hub.repository.private
 
     push_release(release, api, public=True)
-    assert not hub.failures  # both requests have failed
+    assert not hub.failures  # both requests failed once
     assert read_published(hub) == read_tree(release)
     assert not hub.repository.private
-    assert len(hub.repository.commits) == 2
+    assert len(hub.repository.commits) == 2  # one for the creation of the repository, one for both pushes
 
     # No large file is uploaded twice.
     uploads = hub.list_uploads()
@@ -193,7 +183,7 @@ def test_a_push_that_stopped_is_finished_by_another(
 def test_a_push_deletes_old_files_in_its_one_commit(release: Path, hub: HubServer, api: HfApi) -> None:
     earlier_files = {"README.md": b"before", "old.bin": b"x", "LICENSE": read_tree(release)["LICENSE"]}
     repository = place_files(hub, earlier_files, private=True)
-    repository.tags.clear()
+    repository.tags.clear()  # so the push sets the tag
 
     plan = plan_push(release, api)
     assert plan.changed == ["README.md"]
@@ -202,25 +192,25 @@ def test_a_push_deletes_old_files_in_its_one_commit(release: Path, hub: HubServe
 
     push_release(release, api)
     assert read_published(hub) == read_tree(release)
-    assert len(repository.commits) == 2
+    assert len(repository.commits) == 2  # the earlier files, and the push
 
 
 def test_a_tag_is_not_moved(release: Path, hub: HubServer, api: HfApi) -> None:
-    """The tag is on a commit with another card. The newest commit has the release's files, but this doesn't matter."""
+    """The tag is on a commit with another card. That the newest commit has the release's files doesn't matter."""
     repository = place_files(hub, read_tree(release) | {"README.md": b"other"})
     repository.add_commit(read_tree(release))
     with pytest.raises(UserError, match=r"already has a tag v1.0, which is not moved, and README.md differs"):
         push_release(release, api)
-    assert len(repository.commits) == 2
+    assert len(repository.commits) == 2  # no third commit
     assert hub.list_uploads() == []
 
 
 def test_a_public_repository_is_changed_only_if_the_push_is_public(release: Path, hub: HubServer, api: HfApi) -> None:
     repository = place_files(hub, read_tree(release))
-    repository.tags.clear()
-    with pytest.raises(UserError, match=f"{NAME} is public: push with --public"):
+    repository.tags.clear()  # so the push would set the tag
+    with pytest.raises(UserError, match=f"{REPO_ID} is public: push with --public"):
         push_release(release, api)
-    assert len(repository.commits) == 1
+    assert len(repository.commits) == 1  # no second commit
     assert hub.list_uploads() == []
 
 
@@ -235,12 +225,12 @@ def test_verify_finds_what_differs(release: Path, hub: HubServer, monkeypatch: p
     files = read_tree(release)
     del files["LICENSE"]
     files["theirs.txt"] = b"x"
-    # All snippets of the card are run, so verify notices that a second snippet fails.
+    # `verify` runs all snippets of the card, also this second snippet, which fails.
     files["README.md"] += b"\n```python\nprint(1 / 0)\n```\n"
     place_files(hub, files, private=True)
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert verify_release(NAME, "v1.0", release).problems == [
+    assert verify_release(REPO_ID, "v1.0", release).problems == [
         "README.md: differs from the release folder's",
         "LICENSE: is missing",
         "theirs.txt: is not in the release folder",
@@ -251,7 +241,7 @@ def test_verify_finds_what_differs(release: Path, hub: HubServer, monkeypatch: p
 def test_a_private_release_is_not_verified_without_a_token(release: Path, hub: HubServer) -> None:
     place_files(hub, read_tree(release), private=True)
     with pytest.raises(UserError, match="does not exist, or is private or gated and needs a token"):
-        verify_release(NAME, "v1.0")
+        verify_release(REPO_ID, "v1.0")
 
 
 def test_verify_reports_a_snippet_that_fails_without_a_message(release: Path, hub: HubServer) -> None:
@@ -259,17 +249,17 @@ def test_verify_reports_a_snippet_that_fails_without_a_message(release: Path, hu
     files = read_tree(release)
     files["README.md"] = b"```python\nimport os\n\nos._exit(3)\n```\n"
     place_files(hub, files)
-    assert verify_release(NAME, "v1.0").problems == ["the card's snippet fails: exit status 3"]
+    assert verify_release(REPO_ID, "v1.0").problems == ["the card's snippet fails: exit status 3"]
 
 
 def test_verify_says_in_one_line_that_a_release_can_not_be_downloaded(release: Path, hub: HubServer) -> None:
     place_files(hub, read_tree(release))
     with pytest.raises(SystemExit, match=r"^error: The release can't be downloaded: .*404"):
-        run_command("verify", NAME, "--revision", "v2.0")
+        run_command("verify", REPO_ID, "--revision", "v2.0")
     with pytest.raises(SystemExit, match=r"^error: The release can't be downloaded: .*me/a/b"):
         run_command("verify", "me/a/b", "--revision", "v1.0")
 
 
 def test_verify_refuses_a_folder_of_another_release(release: Path, hub: HubServer) -> None:
-    with pytest.raises(SystemExit, match=f"was built for {NAME}, v1.0, not {NAME}, v2.0"):
-        run_command("verify", NAME, "--revision", "v2.0", "--stage", release)
+    with pytest.raises(SystemExit, match=f"was built for {REPO_ID}, v1.0, not {REPO_ID}, v2.0"):
+        run_command("verify", REPO_ID, "--revision", "v2.0", "--stage", release)

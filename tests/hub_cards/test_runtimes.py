@@ -1,4 +1,6 @@
-"""Releases with a norm, key adapters or merged patches answer a stranger as the run's model does (slow tests).
+"""Releases with a norm, key adapters or merged patches answer a stranger as the run's model does.
+
+A stranger has transformers, but not this project.
 
 `test_plain.py` and `test_tiles.py` show the same for plain Llavas and for models with tiles.
 """
@@ -38,7 +40,7 @@ def test_a_release_answers_as_the_run(
     build_release(run, release, BuildOptions(repo_id="me/Mine", prose=prose, license="apache-2.0"))
     assert find_faults(release) == []
 
-    # Without this project: the class, the pipeline and the endpoint's handler.
+    # For a stranger: the model's class, the pipeline and the endpoint's handler.
     model = AutoModelForImageTextToText.from_pretrained(run).eval()
     logits, answer = ask_here(model, AutoProcessor.from_pretrained(run), picture)
     stranger = ask_as_stranger(release, picture, tmp_path, trusts_code=True)

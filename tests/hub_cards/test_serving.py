@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def handler_module(release: Path) -> Any:
-    """The release's handler.py, which is imported by its path, as an endpoint imports it."""
+    """The release's handler.py, imported by its path, as an endpoint imports it."""
     spec: Any = importlib.util.spec_from_file_location("handler", release / "handler.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,7 +42,7 @@ def handler(handler_module: Any, release: Path) -> Any:
 
 
 def encode_picture(size: tuple[int, int] = (30, 20)) -> str:
-    """The same picture in one colour at each call, as a PNG file in base64."""
+    """A PNG file in base64: a picture of this size in a fixed colour."""
     buffer = io.BytesIO()
     Image.new("RGB", size, (200, 20, 90)).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
@@ -55,12 +55,12 @@ def make_request(image: Any, text: str = "what is it?", **parameters: Any) -> di
 
 
 def save_unusual_pictures(folder: Path) -> None:
-    """Write pictures whose pixels are not plain RGB: 16 bits, transparent, with a palette, and CMYK and rotated."""
+    """Write pictures of four kinds: with 16 bits, transparent, with a palette, and in CMYK with a rotation."""
     ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
     Image.fromarray(ramp).save(folder / "16bit.png")
 
     transparent = Image.new("RGBA", (8, 6), (0, 0, 0, 0))
-    transparent.putpixel((2, 3), (0, 0, 0, 255))
+    transparent.putpixel((2, 3), (0, 0, 0, 255))  # one black pixel
     transparent.save(folder / "transparent.png")
     transparent.convert("P").save(folder / "palette.gif", transparency=0)
 
@@ -247,12 +247,13 @@ def test_routes_that_load_models_or_read_files_are_taken_out(client: Any, route:
 
 
 def test_pages_of_other_sites_may_not_read_answers(client: Any) -> None:
+    """A browser lets a page of another site read an answer only if the answer has this header."""
     request = urllib.request.Request(f"{client.base_url}models", headers={"Origin": "https://evil.example"})
     assert "access-control-allow-origin" not in urllib.request.urlopen(request).headers
 
 
 def test_the_server_listens_on_the_loopback_interface_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Instead of starting a server, its options are recorded.
+    # The options are recorded, and no server is started.
     server_options: dict[str, Any] = {}
     monkeypatch.setattr(uvicorn, "run", lambda app, **options: server_options.update(options))
     monkeypatch.setattr("hub_cards.serve.build_app", lambda *args: None)

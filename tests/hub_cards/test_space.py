@@ -1,7 +1,6 @@
 """What the Space answers, draws and refuses, called in this process and over HTTP."""
 
 import importlib
-import math
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def import_app(patch: pytest.MonkeyPatch, model: Path, space_folder: Path) -> ModuleType:
-    """Import `app.py` of a Space's folder anew, which loads this model. Its answers are short."""
+    """Import `app.py` of a Space's folder anew, so that it loads this model, and limit answers to eight tokens."""
     patch.setenv("MODEL", str(model))
     patch.setenv("REVISION", "main")
     patch.syspath_prepend(space_folder)
@@ -49,6 +48,19 @@ def words_module(space: ModuleType) -> ModuleType:
     return sys.modules["words"]
 
 
+@torch.no_grad()
+def predict_tokens(model: Any, inputs: Any, answer_ids: torch.Tensor) -> list[float]:
+    """The probability of each token of an answer, from a prompt that is longer by a token each time."""
+    probabilities = []
+    for num_tokens_before, token_id in enumerate(answer_ids):
+        tokens_before = answer_ids[None, :num_tokens_before]
+        input_ids = torch.cat([inputs["input_ids"], tokens_before], dim=1)
+        logits = model(input_ids=input_ids, pixel_values=inputs["pixel_values"]).logits
+        probability = logits[0, -1].softmax(dim=-1)[token_id]
+        probabilities.append(probability.item())
+    return probabilities
+
+
 def test_a_word_is_as_likely_as_its_tokens_together(
     space: ModuleType, words_module: ModuleType, picture: Image.Image
 ) -> None:
@@ -59,18 +71,13 @@ def test_a_word_is_as_likely_as_its_tokens_together(
     first_word, second_word = words_module.score_words(space.model, tokenizer, inputs, grey_inputs, answer_ids)
     assert (first_word.text, second_word.text) == ("a", "bc")
 
-    # Each token's probability, from what the model says of one prompt that is longer by a token each time.
-    for question_inputs, attribute in ((inputs, "with_picture"), (grey_inputs, "with_grey")):
-        probabilities = []
-        for num_tokens_before in range(4):
-            before = answer_ids[None, :num_tokens_before]
-            input_ids = torch.cat([question_inputs["input_ids"], before], dim=1)
-            with torch.no_grad():
-                logits = space.model(input_ids=input_ids, pixel_values=question_inputs["pixel_values"]).logits
-            probability = logits[0, -1].softmax(dim=-1)[answer_ids[num_tokens_before]]
-            probabilities.append(probability.item())
-        assert getattr(first_word, attribute) == pytest.approx(probabilities[0], rel=1e-4)
-        assert getattr(second_word, attribute) == pytest.approx(math.prod(probabilities[1:]), rel=1e-4)
+    a, blank, b, c = predict_tokens(space.model, inputs, answer_ids[:4])
+    assert first_word.with_picture == pytest.approx(a, rel=1e-4)
+    assert second_word.with_picture == pytest.approx(blank * b * c, rel=1e-4)
+
+    a, blank, b, c = predict_tokens(space.model, grey_inputs, answer_ids[:4])
+    assert first_word.with_grey == pytest.approx(a, rel=1e-4)
+    assert second_word.with_grey == pytest.approx(blank * b * c, rel=1e-4)
     assert second_word.with_picture != second_word.with_grey
 
 
@@ -78,9 +85,13 @@ def test_the_figure_shows_the_first_words(words_module: ModuleType) -> None:
     words = [words_module.Word(f"word{number}", 0.75, 0.25) for number in range(20)]
     words[0] = words_module.Word("$5$", 0.5, 0.1)
     words[1] = words_module.Word("an-answer-that-is-long", 0.75, 0.25)
+
+    # The figure shows twelve words, and sixteen characters of each.
     axis = words_module.draw_words(words).axes[0]
     labels = [label.get_text() for label in axis.get_yticklabels()]
     assert labels == ["$5$", "an-answer-that-…", *(f"word{number}" for number in range(2, 12))]
+
+    # Bars show percent.
     with_picture, with_grey = axis.containers
     assert [bar.get_width() for bar in with_picture][:2] == [50, 75]
     assert [bar.get_width() for bar in with_grey][:2] == [10, 25]
@@ -111,17 +122,17 @@ def test_models_of_each_kind_are_served(
 def test_a_gpu_of_zerogpu_is_asked_for_the_models_work_alone(
     release: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place of the package `spaces`, which the Hub installs on a Space, a module that records what it decorates."""
+    """A module that records calls replaces the package `spaces`, which the Hub installs on a Space."""
     calls = []
 
     def record_calls(function: Callable[..., Any]) -> Callable[..., Any]:
-        def recording(*args: Any) -> Any:
+        def recorded_function(*args: Any) -> Any:
             calls.append(function.__name__)
-            # What goes to the process with the GPU, and what comes back, is pickled.
+            # ZeroGPU pickles the arguments for the process with the GPU, and the result.
             result = function(*pickle.loads(pickle.dumps(args)))
             return pickle.loads(pickle.dumps(result))
 
-        return recording
+        return recorded_function
 
     monkeypatch.setitem(sys.modules, "spaces", SimpleNamespace(GPU=record_calls))
     app = import_app(monkeypatch, release, release.with_name("release-space"))
@@ -161,13 +172,15 @@ def test_a_transparent_picture_gets_a_white_ground_over_http(
     space: ModuleType, client: Client, tmp_path: Path
 ) -> None:
     """Without a white ground, black writing on a transparent ground would be a black picture."""
-    writing = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
-    writing.paste((0, 0, 0, 255), (5, 5, 20, 10))
+    transparent_black = (0, 0, 0, 0)
+    writing = Image.new("RGBA", (40, 30), transparent_black)
+    writing.paste("black", box=(5, 5, 20, 10))
     writing.save(tmp_path / "writing.png")
 
+    # Record the pictures that enter the vision tower.
     tower_inputs: list[torch.Tensor] = []
     tower = space.model.base_model.vision_tower
-    with tower.register_forward_pre_hook(lambda _, args: tower_inputs.append(args[0])):
+    with tower.register_forward_pre_hook(lambda module, args: tower_inputs.append(args[0])):
         client.predict(handle_file(tmp_path / "writing.png"), "what is it?", api_name="/answer")
 
     on_white = to_rgb(writing)

@@ -40,9 +40,9 @@ def release(run: Path, prose: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def wide_picture() -> Image.Image:
-    """A picture of noise that is cut into two tiles, which the thumbnail follows."""
+    """A picture of noise that becomes two tiles of 28 × 28 pixels, and the thumbnail."""
     torch.manual_seed(0)
-    noise = torch.randint(256, (28, 56, 3), dtype=torch.uint8)
+    noise = torch.randint(256, (28, 56, 3), dtype=torch.uint8)  # [height, width, channels]
     return Image.fromarray(noise.numpy())
 
 
@@ -51,6 +51,7 @@ def test_a_release_with_the_processors_code_has_no_faults(release: Path) -> None
     assert find_faults(release) == []
 
 
+# An `auto_map` that names a class in another repository.
 OTHER_CODE = {"AutoProcessor": "you/repo--processing.Class"}
 # By the fault's name: the change that makes the fault, and a pattern for the message about the fault.
 FAULTS: dict[str, tuple[FolderChange, str]] = {
@@ -92,6 +93,7 @@ def test_a_fault_in_the_processors_code_is_found(fault: str, release: Path, tmp_
 
 def test_the_card_counts_the_tokens_of_a_tile_and_the_most_tiles(release: Path) -> None:
     card = (release / "README.md").read_text()
+    # The thumbnail is the fifth tile.
     assert "cut into at most 4 tiles of 28 pixels a side, and each tile becomes 4 tokens." in card
     assert "so a picture has at most 5 tiles and 20 tokens." in card
     assert "configuration_normllava.py, modeling_normllava.py and processing_normllava.py of this repository" in card
@@ -100,7 +102,7 @@ def test_the_card_counts_the_tokens_of_a_tile_and_the_most_tiles(release: Path) 
 
 @pytest.fixture(scope="module")
 def expected(run: Path, wide_picture: Image.Image) -> tuple[torch.Tensor, str]:
-    """The logits and the greedy answer of the run's model to the question about the picture."""
+    """The logits and the greedy answer of the run's model to a question about the picture."""
     model = NormLlavaForConditionalGeneration.from_pretrained(run).eval()
     processor = AutoProcessor.from_pretrained(run)
     return ask_here(model, processor, wide_picture)
@@ -129,9 +131,10 @@ def test_the_server_gives_the_models_answer(
 def test_a_stranger_gets_the_models_answers(
     release: Path, wide_picture: Image.Image, expected: tuple[torch.Tensor, str], tmp_path: Path
 ) -> None:
+    """A stranger has transformers, but not this project."""
     logits, answer = expected
     stranger = ask_as_stranger(release, wide_picture, tmp_path, trusts_code=True)
     assert torch.equal(stranger["logits"], logits)
     assert stranger["pipeline"] == stranger["handler"] == answer
-    # Both classes are the release's own.
+    # The classes of the model and the processor are the release's own.
     assert all(module.startswith("transformers_modules.") for module in stranger["modules"])

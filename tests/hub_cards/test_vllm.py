@@ -1,8 +1,8 @@
-"""vLLM refuses a model with key adapters, and answers as transformers does for other models (a slow test).
+"""vLLM refuses a model with key adapters, and answers as transformers does for other models.
 
-vLLM runs a plain Llava with its own class, and other models with its Transformers backend. Sources of what is said of
-vLLM here: transformers' page "Transformers as modeling backend", and vLLM's
-`vllm/model_executor/models/transformers/multimodal.py` at the commit 03e3bc8c1e9c and `base.py` of version 0.32.0.
+vLLM runs a plain Llava with its own class, and other models with its Transformers backend. Sources: transformers' page
+"Transformers as modeling backend", and vLLM's `vllm/model_executor/models/transformers/multimodal.py` at the commit
+03e3bc8c1e9c and `base.py` of version 0.32.0.
 """
 
 import json
@@ -26,6 +26,8 @@ from training.compose import compose
 
 
 ROOT = Path(__file__).parents[2]
+# Seconds for a test that may install vLLM's environment first, which takes five to fifteen minutes.
+TIMEOUT = 1800
 
 
 def build_as_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def vllm_python() -> Path:
 def wide_text_model(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model whose attention heads have width 64. On a CPU, vLLM can't do width 8, which other tests use.
 
-    vLLM's own Qwen2 takes the width from the sizes of the model and doesn't read `head_dim`.
+    vLLM's own Qwen2 doesn't read `head_dim`, but divides `hidden_size` by the number of heads.
     """
     folder = tmp_path_factory.mktemp("wide") / "text"
     set_seed(0)
@@ -91,7 +93,7 @@ def compose_wide(backbones: Callable[[str], Path], wide_text_model: Path, folder
 
 
 def compare_answers(vllm_python: Path, folder: Path, implementation: str, scratch: Path) -> None:
-    """Ask vLLM and transformers a question with a picture, then a question without, and compare their answers.
+    """Ask vLLM and transformers a question with a picture and a question without, and compare their answers.
 
     Args:
         vllm_python: The Python of vLLM's environment.
@@ -99,8 +101,7 @@ def compare_answers(vllm_python: Path, folder: Path, implementation: str, scratc
         implementation: vLLM's `model_impl`, as for `vllm_answers.py`.
         scratch: An empty folder.
     """
-    # Because of -I and of a new HF_HOME, where transformers caches class files, only the folder's own class files are
-    # used.
+    # -I and a new HF_HOME, where transformers caches class files, leave only the folder's own class files to use.
     script = Path(__file__).with_name("vllm_answers.py")
     command = [vllm_python, "-I", script, folder, scratch / "answers.json", implementation]
     environment = {
@@ -120,15 +121,15 @@ def compare_answers(vllm_python: Path, folder: Path, implementation: str, scratc
         differences = np.subtract(vllm_answer["log_probabilities"], transformers_answer["log_probabilities"])
         largest_differences.append(np.abs(differences).max())
 
-    # On a CPU that can multiply bfloat16, vLLM's attention rounds to bfloat16. How much this changes is seen at the
-    # question without a picture. A picture may double the difference, but not more.
+    # On a CPU that can multiply bfloat16, vLLM's attention rounds to bfloat16. The question without a picture shows by
+    # how much. A picture may double the difference. 1e-5 allows for a CPU that doesn't round.
     with_picture, without_picture = largest_differences
     assert without_picture < 0.01
     assert with_picture < 2 * without_picture + 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # installing vLLM's environment takes five to fifteen minutes
+@pytest.mark.timeout(TIMEOUT)
 @pytest.mark.parametrize(
     "options",
     [
@@ -153,7 +154,7 @@ def test_vllms_transformers_backend_answers_as_transformers_does(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(TIMEOUT)
 def test_vllms_own_llava_answers_as_transformers_does(
     vllm_python: Path, backbones: Callable[[str], Path], wide_text_model: Path, prose: Path, tmp_path: Path
 ) -> None:

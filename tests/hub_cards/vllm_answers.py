@@ -5,7 +5,7 @@ This script runs in vLLM's own environment:
 python -I vllm_answers.py FOLDER ANSWERS IMPLEMENTATION
 
 IMPLEMENTATION is vLLM's `model_impl`: "transformers" for its Transformers backend, which runs the folder's code, or
-"vllm" for a model class of its own, which runs no code.
+"vllm" for vLLM's own model class, which doesn't.
 """
 
 import json
@@ -24,7 +24,7 @@ NUM_TOKENS = 8
 
 
 def main() -> None:
-    """Ask both, and write their answers."""
+    """Ask vLLM and transformers, and write their answers."""
     folder, answers_file, implementation = sys.argv[1:]
     runs_code = implementation == "transformers"
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=runs_code)
@@ -39,7 +39,7 @@ def main() -> None:
 
 def make_prompts(processor: Any) -> list[dict[str, Any]]:
     """A prompt with a picture, and a prompt without a picture, in vLLM's form."""
-    # Twice as wide as high, so that a processor that cuts tiles makes two of it and the thumbnail.
+    # Twice as wide as high: a processor that cuts tiles makes two tiles of the picture, and the thumbnail.
     picture = Image.linear_gradient("L").convert("RGB").resize((56, 28))
     with_picture = format_chat(processor, [{"type": "image"}, {"type": "text", "text": "what is it?"}])
     without_picture = format_chat(processor, [{"type": "text", "text": "who are you?"}])
@@ -50,7 +50,7 @@ def make_prompts(processor: Any) -> list[dict[str, Any]]:
 
 
 def format_chat(processor: Any, content: list[dict[str, str]]) -> str:
-    """The text of a chat in which the user has said this content and the assistant comes next."""
+    """The text of a chat with one user message of this content. The assistant is next."""
     messages = [{"role": "user", "content": content}]
     return processor.apply_chat_template(messages, add_generation_prompt=True)
 
@@ -94,8 +94,8 @@ def ask_vllm(folder: str, implementation: str, prompts: list[dict[str, Any]]) ->
     for request in engine.generate(prompts, options):
         completion = request.outputs[0]
         log_probabilities = []
-        for token, by_token in zip(completion.token_ids, completion.logprobs, strict=True):
-            log_probabilities.append(by_token[token].logprob)
+        for token, logprobs_by_token in zip(completion.token_ids, completion.logprobs, strict=True):
+            log_probabilities.append(logprobs_by_token[token].logprob)
         answers.append({"tokens": list(completion.token_ids), "log_probabilities": log_probabilities})
     return answers
 

@@ -1,4 +1,4 @@
-"""A web page on which users ask the model about a picture. It also shows how sure the model is of its answer's words.
+"""A web page on which users ask the model about a picture, and see how sure the model is of each word of its answer.
 
 `words.py` and `pixels.py` lie beside this file on the Space.
 """
@@ -8,9 +8,9 @@ from typing import Any
 
 
 try:
-    # On ZeroGPU, a GPU is lent to the functions that `spaces.GPU` decorates. It has to be imported before torch.
+    # On ZeroGPU, a GPU is lent to the functions that `spaces.GPU` decorates. `spaces` has to be imported before torch.
     import spaces
-except ImportError:  # another machine
+except ImportError:  # not on ZeroGPU
     spaces = None
 
 import gradio as gr
@@ -34,10 +34,10 @@ if "MODEL" not in os.environ or "REVISION" not in os.environ:
     raise SystemExit("Set the Space's variables MODEL and REVISION: README.md explains them.")
 MODEL = os.environ["MODEL"]
 REVISION = os.environ["REVISION"]
-# The name of the repository without its owner, or the name of the folder.
+# The name of the repository without its owner, or the name of the model's folder.
 NAME = MODEL.rstrip("/").split("/")[-1]
 
-# The model's own code is run, at this revision. A plain Llava has none.
+# `trust_remote_code` runs the model's own code, at this revision. A plain Llava has no code.
 model = AutoModelForImageTextToText.from_pretrained(
     MODEL,
     revision=REVISION,
@@ -81,7 +81,7 @@ def encode_question(picture: Image.Image, question: str) -> Any:
 
 @torch.no_grad()
 def run_model(inputs: Any, grey_inputs: Any) -> tuple[str, list[Word]]:
-    """The model's greedy answer and its words. All work of the GPU is done here."""
+    """The model's greedy answer, and the answer's words. All work of the GPU is done here."""
     inputs = inputs.to(device, dtype=model.dtype)
     grey_inputs = grey_inputs.to(device, dtype=model.dtype)
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
@@ -100,6 +100,7 @@ if spaces is not None:
 with gr.Blocks(title=NAME) as demo:
     gr.Markdown(f"# {NAME}\nAsk [{MODEL}](https://huggingface.co/{MODEL}/tree/{REVISION}) about a picture.")
     with gr.Row():
+        # `image_mode=None` keeps transparency, which `to_rgb` makes white.
         picture_input = gr.Image(label="Picture", type="pil", image_mode=None, height=320)
         with gr.Column():
             question_box = gr.Textbox(label="Question", max_lines=6, placeholder="What is in the picture?")

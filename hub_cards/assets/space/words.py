@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 
-# The figure shows so many words, those that come first, and so many characters of each.
+# How many of the first words the figure shows, and how many characters of each.
 MAX_WORDS = 12
 MAX_CHARACTERS = 16
 
@@ -19,8 +19,8 @@ class Word:
 
     Attributes:
         text: The word.
-        with_picture: Its probability after the question and the words before it, from 0 to 1.
-        with_grey: The same with a grey picture in place of the picture.
+        with_picture: The word's probability after the question and the words before it, from 0 to 1.
+        with_grey: The word's probability with a grey picture in place of the picture.
     """
 
     text: str
@@ -39,7 +39,7 @@ def score_words(
 
     Args:
         model: The model.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         inputs: The question with the picture, as the processor returns it.
         grey_inputs: The question with a grey picture of the same size.
         answer_ids: The tokens of the answer, `(num_answer_tokens,)`.
@@ -48,16 +48,20 @@ def score_words(
     with_grey = score_tokens(model, grey_inputs, answer_ids)  # [num_answer_tokens]
 
     words = []
-    for text, tokens in split_into_words(tokenizer, answer_ids.tolist()):
+    for text, indices in split_into_words(tokenizer, answer_ids.tolist()):
         # A word is as likely as all of its tokens together.
-        word = Word(text, with_picture[tokens].prod().item(), with_grey[tokens].prod().item())
+        word = Word(
+            text=text,
+            with_picture=with_picture[indices].prod().item(),
+            with_grey=with_grey[indices].prod().item(),
+        )
         words.append(word)
     return words
 
 
 @torch.no_grad()
 def score_tokens(model: Any, inputs: Mapping[str, torch.Tensor], answer_ids: torch.Tensor) -> torch.Tensor:
-    """The probability of each token of an answer after all tokens before it, `(num_answer_tokens,)`."""
+    """The probability of each token of an answer, given all tokens before the token, `(num_answer_tokens,)`."""
     input_ids = torch.cat([inputs["input_ids"], answer_ids[None]], dim=1)  # [1, num_prompt_tokens + num_answer_tokens]
     logits = model(
         input_ids=input_ids,
@@ -65,11 +69,12 @@ def score_tokens(model: Any, inputs: Mapping[str, torch.Tensor], answer_ids: tor
         pixel_values=inputs["pixel_values"],
     ).logits
 
-    # The logits at a token are about the token that follows it.
+    # The logits at a token predict the next token.
     num_answer_tokens = len(answer_ids)
     answer_logits = logits[0, -num_answer_tokens - 1 : -1].float()  # [num_answer_tokens, vocab_size]
     probabilities = answer_logits.softmax(dim=-1)
-    return probabilities.gather(1, answer_ids[:, None])[:, 0].cpu()
+    answer_probabilities = probabilities.gather(1, answer_ids[:, None])  # [num_answer_tokens, 1]
+    return answer_probabilities[:, 0].cpu()
 
 
 def split_into_words(tokenizer: Any, answer_ids: Sequence[int]) -> list[tuple[str, list[int]]]:
@@ -80,43 +85,45 @@ def split_into_words(tokenizer: Any, answer_ids: Sequence[int]) -> list[tuple[st
         if token_id in tokenizer.all_special_ids:
             continue
 
-        # A token's own text may be a part of a character, so the text up to the token is decoded.
+        # A token may be only a part of a character, so the whole text up to the token is decoded.
         text = tokenizer.decode(answer_ids[: index + 1], skip_special_tokens=True)
         new_text = text[len(text_before) :]
         starts_word = not words or new_text[:1].isspace()
         if starts_word:
             words.append((new_text, [index]))
         else:
-            word, tokens = words[-1]
-            words[-1] = (word + new_text, [*tokens, index])
+            word, indices = words[-1]
+            words[-1] = (word + new_text, [*indices, index])
         text_before = text
-    return [(word.strip(), tokens) for word, tokens in words if word.strip()]
+    return [(word.strip(), indices) for word, indices in words if word.strip()]
 
 
 def draw_words(words: Sequence[Word]) -> Figure:
-    """Draw two bars for each of the first words: how sure the model is of it with the picture, and with a grey one."""
-    shown = words[:MAX_WORDS]
-    figure = Figure(figsize=(6, 1.4 + 0.5 * len(shown)), layout="constrained")
+    """Draw two bars for each of the first words: its probability with the picture, and with a grey picture."""
+    shown_words = words[:MAX_WORDS]
+    height = 1.4 + 0.5 * len(shown_words)  # inches for the legend and the axis, and for each word
+    figure = Figure(figsize=(6, height), layout="constrained")
     axis = figure.subplots()
-    places = range(len(shown))
+    rows = range(len(shown_words))
+    # The two bars of a word lie above and below the middle of its row.
     axis.barh(
-        [place - 0.2 for place in places],
-        [100 * word.with_picture for word in shown],
+        [row - 0.2 for row in rows],
+        [100 * word.with_picture for word in shown_words],
         height=0.38,
         color="#d55e00",
         label="with your picture",
     )
     axis.barh(
-        [place + 0.2 for place in places],
-        [100 * word.with_grey for word in shown],
+        [row + 0.2 for row in rows],
+        [100 * word.with_grey for word in shown_words],
         height=0.38,
         color="#999999",
         label="with a grey picture",
     )
 
-    labels = [shorten(word.text) for word in shown]
-    # The text is shown as it is: matplotlib would set what stands between two "$" as a formula.
-    axis.set_yticks(places, labels, parse_math=False)
+    labels = [shorten(word.text) for word in shown_words]
+    # Without `parse_math=False`, matplotlib would set text between two "$" as a formula.
+    axis.set_yticks(rows, labels, parse_math=False)
     axis.invert_yaxis()  # the first word is at the top
     axis.set_xlim(0, 100)
     axis.set_xlabel("how sure the model is of the word, in %")
@@ -126,7 +133,7 @@ def draw_words(words: Sequence[Word]) -> Figure:
 
 
 def shorten(text: str) -> str:
-    """A word's text, cut off if it is long."""
+    """A word's text. A long text is cut off and gets a "…"."""
     if len(text) <= MAX_CHARACTERS:
         return text
     return f"{text[: MAX_CHARACTERS - 1]}…"

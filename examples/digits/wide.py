@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 WIDE = RUN / "wide"
 MAX_TILES = 6  # the most tiles of a picture, and how many times as wide as high a picture is
-# The runs of stage 2: the folder of each, and the number of tiles that the run may cut a picture into.
+# The two models: the name of each one's folder, and the most tiles that the model cuts a picture into.
 ARMS = {"tiles": MAX_TILES, "squashed": 1}
 # The files of the quickstart's data whose pictures are made wide: rows to train on, and scenes with test questions.
 FILES = ("stage2.json", "test.json")
@@ -72,7 +72,7 @@ def plan_steps() -> list[Step]:
         command=[
             "training/compose.py",
             f"--vision_model={RUN}/vision",
-            "--vision_feature_layer=-1",
+            "--vision_feature_layer=-1",  # as in the quickstart
             f"--text_model={RUN}/text",
             f"--max_tiles={MAX_TILES}",
             f"--output_dir={WIDE}/composed",
@@ -112,7 +112,7 @@ def plan_steps() -> list[Step]:
 
 
 def write_data(source: Path, output_dir: Path) -> None:
-    """Write the quickstart's rows and test questions again, now about wide pictures.
+    """Write the quickstart's rows and test questions again, and their pictures made wide.
 
     Args:
         source: The folder of the quickstart's data.

@@ -98,14 +98,14 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
 
         label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(gains)} pairs"
         label = label.replace("-", "−")  # true minus signs before numbers; the titles have no hyphens
-        # The label begins at the left edge (0), a little above the interval: -0.3 is upwards, because `ylim` below turns
-        # the vertical axis upside down.
+        # The label begins at the left edge (0), a little above the interval. -0.3 is upwards, because the vertical
+        # axis is upside down.
         text = axis.annotate(label, (0, height - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # hides the line at 0 behind the text
         text.set_in_layout(False)  # otherwise a long text would make the axis narrower
 
-    # `ylim` is the bottom, then the top. The larger number is the bottom, so the first arm (height 0) is on top.
-    # Some room is left above the first arm's label and below the last interval.
+    # The limits are the bottom, then the top. The larger number is the bottom, so the axis is upside down, and the
+    # first arm (height 0) is on top. Some room is left above its label and below the last interval.
     axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
     axis.spines["left"].set_visible(False)
     axis.tick_params(axis="x", labelsize=9)

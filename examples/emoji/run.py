@@ -2,9 +2,9 @@
 
     python -m examples.emoji.run
 
-The command downloads two pretrained backbones and nine sets of drawings. It composes and aligns a model, trains the
-model, and asks the model questions. Each step prints about how long it takes on this CPU, and writes a folder below
-`runs/emoji`. A step is skipped if its folder is complete. If training was stopped, it goes on from its last checkpoint.
+The command downloads two pretrained backbones and nine sets of drawings. Then it composes, aligns and trains a model,
+and asks the model questions. Each step prints about how long it takes on this CPU, and writes a folder below
+`runs/emoji`. A step is skipped if its folder is complete. Training that was stopped goes on from its last checkpoint.
 """
 
 import argparse

@@ -23,8 +23,8 @@ PRIMARY = ("twemoji", "emojione")
 SECONDARY = ("openmoji",)
 MAX_GRAD_NORM = 1.0  # above this norm, the trainer clips the gradient of a module
 BATCH_SIZE = 64  # drawings that the vision encoder takes at once
-# Things whose drawings are near copies of each other. They were found among the drawings that models are trained on. A
-# name on the left counts as the name on the right.
+# Names whose drawings are near copies of each other, found among the drawings to train on. A name on the left counts
+# as the name on the right.
 SAME_DRAWING = {
     "ram": "ewe",
     "two hump camel": "camel",
@@ -42,7 +42,7 @@ def read_pictures() -> list[Record]:
 
 
 def drawings_by(artist: str) -> list[Record]:
-    """An artist's drawings, in the order of pictures.json. So their order is the same in every run."""
+    """An artist's drawings, in the order of pictures.json, which is the same in every run."""
     return [record for record in read_pictures() if record["set"] == artist]
 
 
@@ -68,7 +68,7 @@ def as_digits(hits: list[bool]) -> str:
 def image_tokens(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, records: list[Record]
 ) -> torch.Tensor:
-    """The image tokens of drawings that enter the decoder, `(num_drawings, num_patches, hidden_size)` in float32."""
+    """Drawings' image tokens where they enter the decoder, `(num_drawings, num_patches, hidden_size)` in float32."""
     tokens = []
     for start in range(0, len(records), BATCH_SIZE):
         images = [open_picture(record) for record in records[start : start + BATCH_SIZE]]
@@ -84,8 +84,8 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
 
     Returns:
         `norm`: the mean L2 norm of image tokens, divided by T, the mean norm of text embeddings.
-        `names_by_tokens`: the percentage of drawings whose image tokens point at the right name. Image tokens point at
-        the name whose text embeddings are nearest to them in direction.
+        `names_by_tokens`: the percentage of drawings whose image tokens point at the right name. A drawing's image
+        tokens point at the name whose text embeddings are nearest in direction.
     """
     records = []
     for artist in PRIMARY:
@@ -136,6 +136,7 @@ def measure_gain(model: Any) -> float | None:
     config = model.config
     if config.projector_norm == "none":
         return None
+    # With this gain, the LayerNorm's outputs have the norm T.
     gain_at_start = config.projector_norm_target / config.text_config.hidden_size**0.5
     gain = model.model.multi_modal_projector.norm.weight.mean().item()
     return gain / gain_at_start

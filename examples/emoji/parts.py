@@ -137,8 +137,8 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
 def read_backbone(path: Path) -> Weights:
     """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
 
-    In the file, most of the backbone's weights have names that begin with "backbone.". The position embeddings and the
-    matrices of linear layers don't, and are found as the inputs of nodes.
+    Most of these weights have names in the file that begin with "backbone.". The position embeddings and the matrices
+    of linear layers have other names there, and are found as the inputs of nodes.
     """
     graph = onnx.load(path).graph
     arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
@@ -155,8 +155,8 @@ def read_backbone(path: Path) -> Weights:
 def read_matrices(graph: onnx.GraphProto, arrays: Weights) -> Weights:
     """The matrices of the backbone's linear layers, by their names in the file's version of transformers.
 
-    The second input of a layer's MatMul node is the transposed matrix. The node is named after the layer, such as
-    `/backbone/encoder/layer.0/mlp/fc1/MatMul`.
+    A layer has a MatMul node, such as `/backbone/encoder/layer.0/mlp/fc1/MatMul` for `encoder.layer.0.mlp.fc1`. The
+    node's second input is the layer's matrix, transposed.
     """
     matrices = {}
     for node in graph.node:

@@ -43,7 +43,7 @@ from examples.emoji.parts import IMAGE_SIZE, RUN
 
 logger = logging.getLogger(__name__)
 
-ICON_SETS = Path(__file__).with_name("icon_sets.txt")
+ICON_SETS = Path(__file__).with_name("icon_sets.txt")  # lists each set with its package's version and hash
 HELD_OUT = ("twemoji", "openmoji")
 # The groups of things that are drawn. The keys are Unicode's names of the groups, the values their names in the rows.
 GROUPS = {"Animals & Nature": "nature", "Food & Drink": "food"}
@@ -56,7 +56,7 @@ ASK_IN_WORDS = ("What is a {}?", "Tell me about the {}.", "What color is a {}?",
 ROWS_PER_DRAWING = 3  # rows of stage 2 for each drawing, each with newly chosen questions
 NUM_TEXT_QUESTIONS = 640  # questions without a picture
 TEXT_BATCH = 32  # questions without a picture that the language model answers at once
-MAX_ANSWER_TOKENS = 40  # the most tokens of one of the language model's own answers
+MAX_ANSWER_TOKENS = 40  # longer answers of the language model are left out
 # A row of a file, or the entry of a drawing in pictures.json.
 Record = dict[str, Any]
 Turns = list[dict[str, str]]  # the turns of a conversation in LLaVA's layout
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_drawings = sum(record["set"] == icon_set for record in records)
         logger.info("  %4d  %s", num_drawings, credit)
 
-    # Both functions take random numbers from this generator, so another order of calls would give other rows.
+    # Two functions take random numbers from this generator, so another order of calls would give other rows.
     rng = random.Random(42)
     text_rows = make_text_rows(names, rng)
     picture_rows = make_picture_rows(records, names, rng)
@@ -166,7 +166,7 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
         icon_sets[icon_set] = read_icons(files["icons.json"])
         info = files["info.json"]
         credit_by_set[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
-        if icon_set == "noto":  # the names of its icons are used for all sets
+        if icon_set == "noto":  # noto's names are used for all sets
             names_by_group = files["metadata.json"]["categories"]
 
     drawings = []

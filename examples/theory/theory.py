@@ -80,8 +80,8 @@ def attraction_window(
     Returns:
         The lowest and the highest κ of the range, within [0, 1]. They are equal if the larger turn helps at no κ.
     """
-    # The gain is `expected_cosine` at the larger angle less `expected_cosine` at the smaller angle. It is a parabola of
-    # κ, a κ² + b κ + c, which opens downwards. So the gain is positive between the two roots.
+    # The gain is `expected_cosine` at the larger angle less `expected_cosine` at the smaller angle: a parabola,
+    # a κ² + b κ + c, which opens downwards. So the gain is positive between the two roots.
     sine = (1 - cosine.square()).sqrt()
     a = -(theta_after.sin() - theta_before.sin()) * theta_text.sin() * cosine
     b = ((theta_after + theta_text).sin() - (theta_before + theta_text).sin()) * sine

@@ -119,7 +119,7 @@ class ArmModel:
         """The columns of the processors' offsets: one for each processor but the last.
 
         The offsets sum to 0, so an arm's coefficient is its mean over processors. The last processor's offset is minus
-        the sum of the others.
+        the sum of the others, so a run on the last processor has -1 in every column.
         """
         *names, last = dict.fromkeys(processors)
         columns = np.zeros((len(processors), len(names)))
@@ -144,7 +144,7 @@ class ArmModel:
 
     def _estimate(self, weights: Mapping[str, float]) -> tuple[float, float]:
         """A weighted sum of the arms' means, and the sum's standard error. Keys of `weights` are the arms' names."""
-        contrast = np.zeros(len(self._coefficients))
+        contrast = np.zeros(len(self._coefficients))  # the processors' offsets keep the weight 0
         for arm, weight in weights.items():
             contrast[self.arms.index(arm)] = weight
         estimate = contrast @ self._coefficients

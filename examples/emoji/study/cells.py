@@ -21,8 +21,8 @@ NORM_RATE = 1.2e-4
 class Projector(StrEnum):
     """What an arm does with the shared projector, from which all arms of a seed start.
 
-    T is the mean norm of text embeddings. A new projector gives image tokens with k times this norm.
-    The shared projector has been scaled: its second layer was divided by k, so image tokens enter the decoder at T.
+    T is the mean norm of text embeddings. A new projector gives image tokens with k times this norm. The shared
+    projector has been scaled: its second layer was divided by k, so image tokens enter the decoder at T.
     """
 
     PLAIN = "plain"

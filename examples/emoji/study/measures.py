@@ -43,17 +43,17 @@ def read_pictures() -> list[Record]:
 
 def drawings_by(artist: str) -> list[Record]:
     """An artist's drawings, in the order of pictures.json, which is the same in every run."""
-    return [record for record in read_pictures() if record["set"] == artist]
+    return [drawing for drawing in read_pictures() if drawing["set"] == artist]
 
 
 def all_names() -> list[str]:
     """All names, from which a model chooses."""
-    return sorted({record["name"] for record in read_pictures()})
+    return sorted({drawing["name"] for drawing in read_pictures()})
 
 
-def is_right(given: str, record: Record) -> bool:
+def is_right(given: str, drawing: Record) -> bool:
     """Whether a given name is right for a drawing. By `SAME_DRAWING`, the name of a near copy is right too."""
-    right = record["name"]
+    right = drawing["name"]
     given_counts_as = SAME_DRAWING.get(given, given)
     right_counts_as = SAME_DRAWING.get(right, right)
     return given_counts_as == right_counts_as
@@ -66,12 +66,12 @@ def as_digits(hits: list[bool]) -> str:
 
 @torch.no_grad()
 def image_tokens(
-    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, records: list[Record]
+    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, drawings: list[Record]
 ) -> torch.Tensor:
     """Drawings' image tokens where they enter the decoder, `(num_drawings, num_patches, hidden_size)` in float32."""
     tokens = []
-    for start in range(0, len(records), BATCH_SIZE):
-        images = [open_picture(record) for record in records[start : start + BATCH_SIZE]]
+    for start in range(0, len(drawings), BATCH_SIZE):
+        images = [open_picture(drawing) for drawing in drawings[start : start + BATCH_SIZE]]
         inputs = processor.image_processor(images, return_tensors="pt").to(model.device, model.dtype)
         features = model.model.get_image_features(inputs["pixel_values"]).pooler_output
         tokens.append(torch.stack(list(features)).float())  # `features` has a tensor for each picture
@@ -87,21 +87,22 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
         `names_by_tokens`: the percentage of drawings whose image tokens point at the right name. A drawing's image
         tokens point at the name whose text embeddings are nearest in direction.
     """
-    records = []
+    drawings = []
     for artist in PRIMARY:
-        records += drawings_by(artist)
+        drawings += drawings_by(artist)
     names = all_names()
-    tokens = image_tokens(model, processor, records)
+    tokens = image_tokens(model, processor, drawings)
     text_norm = text_norm_target(vocabulary_norms(model))
 
-    # As in training/align.py, the mean of the vocabulary's embeddings is subtracted before directions are compared.
-    name_directions, mean_direction = embed_captions(model, processor, names)
-    token_directions = nn.functional.normalize(tokens, dim=-1) - mean_direction
+    # As in training/align.py, the vocabulary's mean embedding is subtracted before directions are compared. The mean is
+    # in units of T, so image tokens are first scaled to norm 1.
+    name_directions, mean_embedding = embed_captions(model, processor, names)
+    token_directions = nn.functional.normalize(tokens, dim=-1) - mean_embedding
     drawing_directions = nn.functional.normalize(token_directions.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]
     cosines = drawing_directions @ name_directions.T  # [num_drawings, num_names]
     nearest_names = [names[index] for index in cosines.argmax(dim=-1).tolist()]
 
-    hits = [is_right(name, record) for name, record in zip(nearest_names, records, strict=True)]
+    hits = [is_right(name, drawing) for name, drawing in zip(nearest_names, drawings, strict=True)]
     return {
         "norm": token_norms(tokens).mean().item() / text_norm,
         "names_by_tokens": 100 * sum(hits) / len(hits),
@@ -119,10 +120,10 @@ def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProc
     names = all_names()
     hits = {}
     for artist in (*PRIMARY, *SECONDARY):
-        records = drawings_by(artist)
-        images = [open_picture(record) for record in records]
+        drawings = drawings_by(artist)
+        images = [open_picture(drawing) for drawing in drawings]
         given_names = name_pictures(model, processor, images, names)
-        are_right = [is_right(name, record) for name, record in zip(given_names, records, strict=True)]
+        are_right = [is_right(name, drawing) for name, drawing in zip(given_names, drawings, strict=True)]
         hits[artist] = as_digits(are_right)
     return {"hits": hits, "perplexity": perplexity(model, processor.tokenizer)}
 

@@ -45,7 +45,7 @@ def processor_name() -> str:
         field, _, value = line.partition(":")
         fields[field.strip()] = value.strip()
 
-    name = fields.get("model name", platform.machine())
+    name = fields.get("model name", platform.machine())  # ARM CPUs have no "model name"
     family = fields.get("cpu family")
     model = fields.get("model")  # a number, unlike "model name"
     instructions = torch.backends.cpu.get_cpu_capability()  # such as "AVX512"

@@ -128,7 +128,7 @@ class PatchData:
     def __init__(self, processor: SiglipImageProcessor) -> None:
         self.processor = processor
         self.digits = load_digits()
-        self.sources = split_digits()
+        self.sources = split_digits()  # by split, the indices of its digits' pictures
         self.rng = random.Random(1)
 
     def make_batch(self, split: str, num_scenes: int) -> PatchBatch:

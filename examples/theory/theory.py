@@ -180,7 +180,8 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     lemma_fails = cosine_as_drawn > cosine_if_balanced + 1e-12  # more than rounding
 
     # Next, the norm of image tokens is lowered to that of text tokens, and nothing else is changed. So afterwards
-    # image tokens turn by the same angle as text tokens. The ranges of the draws are arbitrary.
+    # image tokens turn by the same angle as text tokens. The ranges of the draws are arbitrary, but updates don't point
+    # backwards.
     text_norm = uniform(0.5, 2)
     image_norm = uniform(2, 100) * text_norm
     update_norm = uniform(0.1, 2)
@@ -195,8 +196,8 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     retention_falls = cosine_after < cosine_before
     low, high = attraction_window(cosine, theta_text, theta_before, theta_after)
 
-    # "The longer token" is the token with the larger norm: here the image token. Now the update may also point
-    # backwards. If an update turns a token by more than 90 degrees, the tangent of the angle is negative.
+    # "The longer token" is the token with the larger norm: here the image token. From here on, updates may also
+    # point backwards. If an update turns a token by more than 90 degrees, the tangent of the angle is negative.
     any_angle = uniform(0.001, math.pi - 0.001)
     theta_of_longer = turning_angle(image_norm, update_norm, any_angle)
     theta_of_shorter = turning_angle(text_norm, update_norm, any_angle)

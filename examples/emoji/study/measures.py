@@ -94,8 +94,8 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
     tokens = image_tokens(model, processor, drawings)
     text_norm = text_norm_target(vocabulary_norms(model))
 
-    # As in training/align.py, the vocabulary's mean embedding is subtracted before directions are compared. The mean is
-    # in units of T, so image tokens are first scaled to norm 1.
+    # As in training/align.py, the vocabulary's mean embedding is subtracted before directions are compared. It is in
+    # units of the embeddings' mean norm, so image tokens are scaled to norm 1 first.
     name_directions, mean_embedding = embed_captions(model, processor, names)
     token_directions = nn.functional.normalize(tokens, dim=-1) - mean_embedding
     drawing_directions = nn.functional.normalize(token_directions.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]

@@ -205,7 +205,7 @@ def draw_examples(questions: list[SceneQuestion], answers: list[str], path: Path
     chosen = [QUESTIONS_PER_TEST_SCENE * scene for scene in range(8)]
     wrong_numbers = [number for number, question in enumerate(questions) if answers[number] != question.answer]
     if wrong_numbers:
-        chosen[7] = wrong_numbers[0]
+        chosen[-1] = wrong_numbers[0]
 
     images = []
     titles = []

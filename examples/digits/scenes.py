@@ -30,7 +30,7 @@ COLOURS = {"red": (255, 60, 60), "green": (60, 220, 60), "blue": (80, 110, 255),
 CELL = 16  # pixels; a scene is two cells wide and high
 DIGIT_SIZE = CELL - 2  # pixels; a cell has two more, by which a digit can be moved at random
 SCENES = {"train": 4000, "test": 250}  # number of scenes by split
-TEXT_ROWS = 6000  # rows without pictures, which the language model is trained on before it is composed
+TEXT_ROWS = 6000  # rows without pictures, on which pretrain.py trains the language model
 QUESTIONS_PER_ROW = 3
 QUESTIONS_PER_TEST_SCENE = 4
 # The share of right answers that guessing gives, by kind of question.
@@ -42,7 +42,7 @@ Turns = list[dict[str, str]]  # the turns of a conversation in LLaVA's layout
 
 @dataclass(frozen=True)
 class Cell:
-    """One digit of a scene."""
+    """A cell of a scene: one digit, with its place and colour."""
 
     place: str
     colour: str

@@ -180,8 +180,7 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     lemma_fails = cosine_as_drawn > cosine_if_balanced + 1e-12  # more than rounding
 
     # Next, the norm of image tokens is lowered to that of text tokens, and nothing else is changed. So afterwards
-    # image tokens turn by the same angle as text tokens. The ranges of the draws are arbitrary, but updates don't point
-    # backwards.
+    # image tokens turn by the same angle as text tokens. The ranges are arbitrary, but updates don't point backwards.
     text_norm = uniform(0.5, 2)
     image_norm = uniform(2, 100) * text_norm
     update_norm = uniform(0.1, 2)

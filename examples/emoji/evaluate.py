@@ -255,7 +255,7 @@ def score(artist: str, question: str, seen: str, answers: Sequence[str], right: 
 def probe_encoder(records: list[Record]) -> list[Result]:
     """The results of linear probes, which predict the name from features of the pretrained encoder.
 
-    The probes are fitted to the drawings that the model is trained on, and tested on those of the held-out artists.
+    The probes are fitted to the drawings that the model is trained on, and tested on the held-out artists' drawings.
     """
     states = encode_pictures(records)
     features_by_kind = {

@@ -42,7 +42,7 @@ PATCH_SIZE = 14  # pixels; a picture has 6 x 6 patches, so 36 image tokens
 # ImageNet's mean and standard deviation of pixels, with which DINOv2 was trained.
 IMAGE_MEAN = [0.485, 0.456, 0.406]
 IMAGE_STD = [0.229, 0.224, 0.225]
-# The ONNX file names some layers as an older version of transformers did. For each such name, this is today's name.
+# Names of layers in the ONNX file, which are those of an older transformers, and today's names.
 TODAYS_NAMES = {
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",

@@ -43,7 +43,7 @@ def test_random_draws_agree_with_theory_md() -> None:
     assert shares["Lemma 1 fails"] == 0
     assert shares["the longer token turns by a larger angle"] == 0
     # Eq. 9 says that the longer token's angle has the smaller tangent. But if the shorter token turns by more than 90
-    # degrees, its tangent is negative, and eq. 9 fails. THEORY.md says that it fails in 10% of the draws.
+    # degrees, the tangent of that angle is negative, and eq. 9 fails: in 10% of THEORY.md's draws.
     assert 0.05 < shares["eq. 9 fails: the longer token's tangent is larger"] < 0.15
 
 

@@ -1,4 +1,4 @@
-"""The example of wide pictures: its data and steps, and that tiles read what squashed pictures don't show."""
+"""The example of wide pictures: its data, and that a model with tiles reads what squashed pictures don't show."""
 
 import json
 import random

@@ -19,8 +19,8 @@ def draw_answers(
     Args:
         images: The eight pictures.
         titles: For each picture, the text above it.
-        mistakes: For each picture, the text below it. It is empty if the model's answer is right. If it isn't empty,
-            it and the title are red.
+        mistakes: For each picture, the text below it: what the right answer is, or "" if the model's answer is right.
+            The texts of a picture with a mistake are red.
         path: File of the figure.
         credit: A line at the bottom that says who drew the pictures.
     """
@@ -39,7 +39,7 @@ def draw_answers(
 
 
 def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Add shares of exact matches to a model's evaluation.json. An earlier share of the same measurement is replaced.
+    """Add shares of exact matches to a model's evaluation.json. A share of the same measurement is replaced.
 
     Args:
         folder: Folder of the model.

@@ -22,7 +22,7 @@ class Step:
     Attributes:
         title: What the step makes.
         command: The arguments of `python`. The command runs in the repository's root.
-        last_files: The files that the step writes last, relative to the root. Where they exist, the step is done.
+        last_files: The files that the step writes last, relative to the root. If all of them exist, the step is done.
     """
 
     title: str
@@ -49,14 +49,14 @@ def run_steps(steps: Sequence[Step]) -> None:
         if step.is_done:
             logger.info("      done already: %s", step.last_files[0].parent)
             continue
-        later_steps = steps[number:]  # `number` counts from 1, so this begins with the step after `step`
+        later_steps = steps[number:]  # without `step` itself, because `number` counts from 1
         require_no_files(later_steps)
         run_step(step)
     logger.info("\n%.0f s in all", time.monotonic() - started)
 
 
 def require_no_files(later_steps: Sequence[Step]) -> None:
-    """Check that no later step has written its last files. They would be outdated once the earlier step has run.
+    """Check that no later step has written its last files. Once the earlier step has run, they would be outdated.
 
     Raises:
         SystemExit: if one of these files exists.

@@ -2,8 +2,8 @@
 
     python examples/digits/pretrain.py --data_dir runs/digits/data --output_dir runs/digits
 
-It writes two checkpoint folders of transformers. `vision/` is a small SigLIP encoder, trained to recognise digits and
-colours. `text/` is a small Qwen3 language model, trained on scenes in words and never on pictures.
+The command writes two checkpoint folders of transformers. `vision/` is a small SigLIP encoder, trained to recognise
+digits and colours. `text/` is a small Qwen3 language model, trained on scenes in words and never on pictures.
 """
 
 import argparse
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 VISION_WIDTH = 96
 VISION_STEPS = 500
 VISION_BATCH = 128
-VISION_RATE = 2e-3
+VISION_RATE = 2e-3  # learning rate
 VISION_WARMUP = 30  # steps
 TEST_SCENES = 500  # scenes of unseen digits that the encoder is tested on
 
 TEXT_WIDTH = 128
 TEXT_STEPS = 700
 TEXT_BATCH = 16
-TEXT_RATE = 2e-3
+TEXT_RATE = 2e-3  # learning rate
 TEXT_WARMUP = 20  # steps
 TEXT_VOCABULARY = 420  # tokens: all single bytes, the special tokens, and every word of the scenes
 
@@ -108,7 +108,7 @@ class PatchClassifier(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
         """For each classifier, its scores of the classes, `[num_scenes, num_patches, num_classes]`."""
-        # Llava reads the hidden states before the encoder's final norm, so these are trained.
+        # Llava reads the hidden states before the encoder's final norm, so the classifiers read the same states.
         features = self.encoder(pixel_values, output_hidden_states=True).hidden_states[-1]
         normalised = nn.functional.layer_norm(features, (VISION_WIDTH,))
         return {name: classifier(normalised) for name, classifier in self.classifiers.items()}
@@ -128,7 +128,7 @@ class PatchData:
     def __init__(self, processor: SiglipImageProcessor) -> None:
         self.processor = processor
         self.digits = load_digits()
-        self.sources = split_digits()
+        self.sources = split_digits()  # by split, the indices of its digits' pictures
         self.rng = random.Random(1)
 
     def make_batch(self, split: str, num_scenes: int) -> PatchBatch:
@@ -243,8 +243,8 @@ def train_text(rows: list[Row], output_dir: Path) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=TEXT_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = get_cosine_schedule_with_warmup(optimizer, TEXT_WARMUP, TEXT_STEPS)
     for _ in tqdm(range(TEXT_STEPS), desc="Training the language model, and beside it the vision encoder"):
-        # Captions teach the model to look up a place, such as "northwest", in a description. It needs this for answers
-        # too. Chats and captions have different lengths, so separate batches need less padding.
+        # Captions teach the model to look up a place, such as "northwest", in a description, as it must for answers.
+        # Chats and captions have different lengths, so separate batches need less padding.
         chat_batch = pad_batch(rng.sample(chats, TEXT_BATCH), tokenizer.pad_token_id)
         caption_batch = pad_batch(rng.sample(captions, TEXT_BATCH), tokenizer.pad_token_id)
         chat_loss = model(**chat_batch, use_cache=False).loss
@@ -262,7 +262,7 @@ def train_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
     for row in rows[:500]:  # in 500 rows, each word of the scenes comes up many times
         texts.append(row["caption"])
         texts += [turn["value"] for turn in row["conversations"]]
-    # These are the words of the chat format. They are repeated so often that each becomes one token.
+    # The words of the chat format, so often that each becomes one token.
     texts += ["user assistant system"] * 100
 
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(

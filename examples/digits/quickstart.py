@@ -2,8 +2,8 @@
 
     python -m examples.digits.quickstart
 
-It makes the data, trains two small backbones, composes them, trains both stages, and reports the results. Each step
-writes into a folder below `runs/digits`. A step is skipped if the files that it writes last exist.
+The command makes the data, trains two small backbones, composes them, trains both stages, and reports the results.
+Each step writes into a folder below `runs/digits`. A step is skipped if the files that it writes last exist.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def plan_steps() -> list[Step]:
         command=[
             "training/compose.py",
             f"--vision_model={RUN}/vision",
-            "--vision_feature_layer=-1",
+            "--vision_feature_layer=-1",  # the last layer, which pretrain.py trains
             f"--text_model={RUN}/text",
             f"--output_dir={RUN}/composed",
         ],
@@ -65,7 +65,7 @@ def plan_steps() -> list[Step]:
         last_files=(RUN / "stage1/trainer_state.json",),
     )
     train_stage_2 = Step(
-        title="Stage 2: everything, on questions",
+        title="Stage 2: all weights, on questions",
         command=training_command("training/recipes/digits/stage2.yaml"),
         last_files=(RUN / "stage2/trainer_state.json",),
     )

@@ -40,8 +40,8 @@ ABOUT_PICTURES = "image questions"
 ABOUT_TEXT = "text-only questions"
 LANGUAGE_MODEL = "language model before (ceiling)"
 GUESSING = "guessing"
-# The models whose norms are measured, and their folders. The first model is that of the second, but the norm layer
-# behind its projector is taken out.
+# The models whose norms are measured, and their folders. The first is the composed model without the norm layer behind
+# its projector.
 WITHOUT_NORM = "composed, norm taken out"
 MODELS = {
     WITHOUT_NORM: "composed",
@@ -163,8 +163,8 @@ def make_text_prompt(question: SceneQuestion) -> Prompt:
 def share_right(questions: list[SceneQuestion], answers: list[str]) -> Shares:
     """The shares of answers that match exactly.
 
-    The standard error is left out if all answers are right, or all are wrong. It would be 0, as if the share were
-    certain.
+    If all answers are right, or all are wrong, there is no `standard_error`. An error of 0 would claim that the share
+    is certain.
     """
     hits_by_kind: defaultdict[str, list[bool]] = defaultdict(list)
     for question, answer in zip(questions, answers, strict=True):
@@ -198,17 +198,14 @@ def record_shares(folder: Path, shares: dict[str, Shares], num_questions: int) -
 def draw_examples(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
     """Write a figure of eight pictures, each with a question and the model's answer.
 
-    The first seven pictures are those of the first seven scenes, each with its first question. The eighth picture has
-    the first question that the model answered wrongly. If no answer is wrong, it is that of the eighth scene.
+    The pictures are those of the first eight scenes, each with its first question. But the last picture has the first
+    question that the model answered wrongly, if there is one.
     """
+    # A scene's questions follow each other, so these are the numbers of the first questions of the first eight scenes.
+    chosen = [QUESTIONS_PER_TEST_SCENE * scene for scene in range(8)]
     wrong_numbers = [number for number, question in enumerate(questions) if answers[number] != question.answer]
-    # The questions of a scene follow each other. These are the numbers of the first eight scenes' first questions.
-    first_of_scene = [QUESTIONS_PER_TEST_SCENE * scene for scene in range(8)]
-    chosen = first_of_scene[:7]
     if wrong_numbers:
-        chosen.append(wrong_numbers[0])
-    else:
-        chosen.append(first_of_scene[7])
+        chosen[-1] = wrong_numbers[0]
 
     images = []
     titles = []
@@ -285,10 +282,10 @@ def render_shares(shares: dict[str, Shares], num_questions: int) -> str:
 def render_norms(summaries: dict[str, Summary]) -> str:
     """The table of norms: a row for each model.
 
-    Its columns are the mean norms of image tokens and of text tokens where they enter the decoder, the ratio of these
-    norms, and the gap of cosines in each third of the decoder's layers. The cosine is that between a token before a
-    layer and the same token after it. The gap is the mean cosine of image tokens less that of text tokens. If the gap
-    is above 0, layers turn image tokens less than text tokens.
+    The columns are the mean norms of image tokens and of text tokens where they enter the decoder, the ratio of these
+    norms, and the gap of cosines in each third of the decoder's layers. A cosine compares a token before a layer with
+    the same token after the layer. The gap is the mean cosine of image tokens less the mean cosine of text tokens. If
+    the gap is above 0, layers turn image tokens less than text tokens.
     """
     title = f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, image - text':>36}"
     header = f"{'':26}{'image':>10}{'text':>10}{'ratio':>11}"

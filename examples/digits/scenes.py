@@ -28,9 +28,9 @@ PLACES = ("northwest", "northeast", "southwest", "southeast")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 COLOURS = {"red": (255, 60, 60), "green": (60, 220, 60), "blue": (80, 110, 255), "yellow": (240, 220, 50)}
 CELL = 16  # pixels; a scene is two cells wide and high
-DIGIT_SIZE = CELL - 2  # pixels; so a digit can be moved at random by up to two pixels within its cell
+DIGIT_SIZE = CELL - 2  # pixels; a cell has two more, by which a digit can be moved at random
 SCENES = {"train": 4000, "test": 250}  # number of scenes by split
-TEXT_ROWS = 6000  # rows without pictures, which the language model is trained on before it is composed
+TEXT_ROWS = 6000  # rows without pictures, on which pretrain.py trains the language model
 QUESTIONS_PER_ROW = 3
 QUESTIONS_PER_TEST_SCENE = 4
 # The share of right answers that guessing gives, by kind of question.
@@ -42,7 +42,7 @@ Turns = list[dict[str, str]]  # the turns of a conversation in LLaVA's layout
 
 @dataclass(frozen=True)
 class Cell:
-    """One digit of a scene."""
+    """A cell of a scene: one digit, with its place and colour."""
 
     place: str
     colour: str
@@ -145,7 +145,7 @@ def make_random_scene(rng: random.Random, sources: list[int], labels: np.ndarray
 
 
 def render(scene: Scene, digit_images: np.ndarray, rng: random.Random) -> Image.Image:
-    """The picture of a scene, 32 x 32 pixels, on black.
+    """The picture of a scene, 32 x 32 pixels, on a black background.
 
     Each digit is enlarged from 8 x 8 to 14 x 14 pixels, and moved at random within its cell.
 
@@ -157,8 +157,8 @@ def render(scene: Scene, digit_images: np.ndarray, rng: random.Random) -> Image.
     canvas = np.zeros((2 * CELL, 2 * CELL, 3), dtype=np.float32)
     for index, cell in enumerate(scene):
         row, column = divmod(index, 2)  # the order of PLACES: the two cells of the upper row, then the lower row
-        top = CELL * row + rng.randint(0, 2)
-        left = CELL * column + rng.randint(0, 2)
+        top = CELL * row + rng.randint(0, CELL - DIGIT_SIZE)
+        left = CELL * column + rng.randint(0, CELL - DIGIT_SIZE)
 
         grey = (digit_images[cell.source] / 16 * 255).astype(np.uint8)  # [8, 8]
         enlarged = Image.fromarray(grey).resize((DIGIT_SIZE, DIGIT_SIZE))

@@ -4,8 +4,8 @@
 
 The pictures are six times as wide as high. A scene of the quickstart fills a sixth of each picture, in a random
 position, and the rest is black. One model cuts such a picture into six tiles and a thumbnail. Another model squashes
-it to one square, in which a digit is only two pixels wide. Both models are trained in the same way, and asked about
-unseen digits.
+the picture to one square, in which a digit is only two pixels wide. Both models are trained in the same way, and asked
+about unseen digits.
 
 The command needs the quickstart's data and backbones. A step is skipped if its folder is complete.
 """
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 WIDE = RUN / "wide"
 MAX_TILES = 6  # the most tiles of a picture, and how many times as wide as high a picture is
-# The runs of stage 2: the folder of each, and the number of tiles that the run may cut a picture into.
-ARMS = {"tiles": MAX_TILES, "squashed": 1}
+# The two models: the name of each model's folder, and the most tiles that the model cuts a picture into.
+MODELS = {"tiles": MAX_TILES, "squashed": 1}
 # The files of the quickstart's data whose pictures are made wide: rows to train on, and scenes with test questions.
 FILES = ("stage2.json", "test.json")
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def plan_steps() -> list[Step]:
-    """All steps: data, composing, stage 1 on the quickstart's captions, stage 2 of both arms, and the report."""
+    """All steps: data, composing, stage 1 on the quickstart's captions, stage 2 of both models, and the report."""
     make_data = Step(
         title="Wide pictures",
         command=["examples/digits/wide.py", "--step=data"],
@@ -72,7 +72,7 @@ def plan_steps() -> list[Step]:
         command=[
             "training/compose.py",
             f"--vision_model={RUN}/vision",
-            "--vision_feature_layer=-1",
+            "--vision_feature_layer=-1",  # as in the quickstart
             f"--text_model={RUN}/text",
             f"--max_tiles={MAX_TILES}",
             f"--output_dir={WIDE}/composed",
@@ -90,19 +90,19 @@ def plan_steps() -> list[Step]:
         last_files=(WIDE / "stage1/trainer_state.json",),
     )
     steps = [make_data, compose, train_stage_1]
-    for arm, max_tiles in ARMS.items():
-        train_arm = Step(
-            title=f"Stage 2: {arm}",
+    for name, max_tiles in MODELS.items():
+        train_stage_2 = Step(
+            title=f"Stage 2: {name}",
             command=[
                 *training_command("training/recipes/digits/stage2.yaml"),
                 f"--model_name_or_path={WIDE}/stage1",
                 f"--dataset_name={WIDE}/data/stage2.json",
                 f"--max_tiles={max_tiles}",
-                f"--output_dir={WIDE}/{arm}",
+                f"--output_dir={WIDE}/{name}",
             ],
-            last_files=(WIDE / arm / "trainer_state.json",),
+            last_files=(WIDE / name / "trainer_state.json",),
         )
-        steps.append(train_arm)
+        steps.append(train_stage_2)
 
     ask = Step(
         title="Questions about unseen handwriting",
@@ -112,7 +112,7 @@ def plan_steps() -> list[Step]:
 
 
 def write_data(source: Path, output_dir: Path) -> None:
-    """Write the quickstart's rows and test questions again, now about wide pictures.
+    """Write the quickstart's rows and test questions again, and their pictures made wide.
 
     Args:
         source: The folder of the quickstart's data.
@@ -142,17 +142,17 @@ def report() -> None:
     questions = load_scene_questions(data)
     prompts = [make_image_prompt(question) for question in questions]
     shares = {}
-    for arm, max_tiles in ARMS.items():
-        folder = ROOT / WIDE / arm
+    for name, max_tiles in MODELS.items():
+        folder = ROOT / WIDE / name
         model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
         processor.image_processor.max_patches = max_tiles  # transformers calls tiles patches
-        answers = answer_prompts(model, processor, prompts, f"Answering ({arm})")
-        shares[arm] = share_right(questions, answers)
+        answers = answer_prompts(model, processor, prompts, f"Answering ({name})")
+        shares[name] = share_right(questions, answers)
 
     lines = [f"right answers, {len(questions)} questions", f"{'':12}{'digit':>10}{'colour':>10}"]
-    for arm, shares_of_arm in shares.items():
-        lines.append(f"{arm:12}{shares_of_arm['digit']:10.1%}{shares_of_arm['colour']:10.1%}")
+    for name, shares_of_model in shares.items():
+        lines.append(f"{name:12}{shares_of_model['digit']:10.1%}{shares_of_model['colour']:10.1%}")
     lines.append(f"{'guessing':12}{CHANCE['digit']:10.1%}{CHANCE['colour']:10.1%}")
     logger.info("%s", "\n".join(lines))
     (ROOT / WIDE / "report.json").write_text(json.dumps(shares, indent=1), encoding="utf-8")

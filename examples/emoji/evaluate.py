@@ -109,17 +109,17 @@ def draw_examples(drawings: Sequence[Record], answers: Sequence[str], path: Path
     images = []
     titles = []
     mistakes = []
-    for record, answer in random.Random(0).sample(drawings_and_answers, 8):
-        is_right = answer == record["name"]
-        images.append(open_picture(record))
+    for drawing, answer in random.Random(0).sample(drawings_and_answers, 8):
+        is_right = answer == drawing["name"]
+        images.append(open_picture(drawing))
         titles.append(f"“{answer}”")
-        mistakes.append("" if is_right else f"it is: {record['name']}")
+        mistakes.append("" if is_right else f"it is: {drawing['name']}")
     draw_answers(images, titles, mistakes, path, CREDIT)
 
 
-def open_picture(record: Record) -> Image.Image:
+def open_picture(drawing: Record) -> Image.Image:
     """The picture of a drawing."""
-    with Image.open(RUN / "pictures" / record["image"]) as file:
+    with Image.open(RUN / "pictures" / drawing["image"]) as file:
         return file.convert("RGB")
 
 
@@ -127,7 +127,7 @@ def open_picture(record: Record) -> Image.Image:
 
 
 def ask_about_drawings(
-    model: Any, processor: Any, records: list[Record], names: list[str]
+    model: Any, processor: Any, drawings: list[Record], names: list[str]
 ) -> tuple[list[Result], list[str]]:
     """Ask what each drawing of an artist is, what group it belongs to, and whether it shows a certain thing.
 
@@ -138,8 +138,8 @@ def ask_about_drawings(
         The free answer for each drawing.
     """
     rng = random.Random(0)
-    other_numbers = choose_others(len(records), rng)
-    images = [open_picture(record) for record in records]
+    other_numbers = choose_others(len(drawings), rng)
+    images = [open_picture(drawing) for drawing in drawings]
     blank = Image.new("RGB", images[0].size, "white")
     images_and_blank = [*images, blank]
     name_prompts = [make_prompt(ASK_NAME, image) for image in images_and_blank]
@@ -150,14 +150,14 @@ def ask_about_drawings(
     free_answers = answer_prompts(model, processor, name_prompts, "free")
     groups = answer_prompts(model, processor, group_prompts, "group")
 
-    right_names = [record["name"] for record in records]
-    right_groups = [record["group"] for record in records]
-    artist = records[0]["set"]
+    right_names = [drawing["name"] for drawing in drawings]
+    right_groups = [drawing["group"] for drawing in drawings]
+    artist = drawings[0]["set"]
     results = [
         *score_with_guesses(artist, "likeliest of all names", likeliest_names, right_names, other_numbers),
         *score_with_guesses(artist, "free answer, exact", free_answers, right_names, other_numbers),
         *score_with_guesses(artist, "group", groups, right_groups, other_numbers),
-        ask_whether_there(model, processor, records, images, names, rng),
+        ask_whether_there(model, processor, drawings, images, names, rng),
     ]
     answers_without_blank = free_answers[:-1]
     return results, answers_without_blank
@@ -197,7 +197,7 @@ def score_with_guesses(
 
 
 def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: list[str]) -> list[str]:
-    """For each picture, the name that is likeliest as the model's answer, if the end token follows the name."""
+    """For each picture, the name that is the model's likeliest answer. An answer is a name and the end token."""
     tokenizer = processor.tokenizer
     answers = [f"{name}{tokenizer.eos_token}" for name in names]
     answer_ids = tokenizer(answers, add_special_tokens=False).input_ids
@@ -205,8 +205,8 @@ def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: 
     chosen = []
     for image in tqdm(images, desc="Naming"):
         inputs = encode_prompts(processor, [make_prompt(ASK_NAME, image)])
-        prompt = read_prompt(model, inputs.to(model.device))
-        index = likeliest(model, prompt, answer_ids)
+        prompt_state = read_prompt(model, inputs.to(model.device))
+        index = likeliest(model, prompt_state, answer_ids)
         chosen.append(names[index])
     return chosen
 
@@ -214,7 +214,7 @@ def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: 
 def ask_whether_there(
     model: Any,
     processor: Any,
-    records: Sequence[Record],
+    drawings: Sequence[Record],
     images: Sequence[Image.Image],
     names: Sequence[str],
     rng: random.Random,
@@ -222,16 +222,16 @@ def ask_whether_there(
     """Ask about each drawing whether it shows a certain thing. For every second drawing, the right answer is yes."""
     prompts = []
     right = []
-    for number, (record, image) in enumerate(zip(records, images, strict=True)):
+    for number, (drawing, image) in enumerate(zip(drawings, images, strict=True)):
         if number % 2 == 1:
-            thing = record["name"]
+            thing = drawing["name"]
             right.append("yes")
         else:
-            thing = choose_other_name(record, names, rng)
+            thing = choose_other_name(drawing, names, rng)
             right.append("no")
         prompts.append(make_prompt(ASK_WHETHER_THERE.format(thing), image))
     answers = answer_prompts(model, processor, prompts, "is it there?")
-    return score(records[0]["set"], "is it there? (for half)", OWN_DRAWING, answers, right)
+    return score(drawings[0]["set"], "is it there? (for half)", OWN_DRAWING, answers, right)
 
 
 def score(artist: str, question: str, seen: str, answers: Sequence[str], right: Sequence[str]) -> Result:
@@ -255,10 +255,9 @@ def score(artist: str, question: str, seen: str, answers: Sequence[str], right: 
 def probe_encoder(records: list[Record]) -> list[Result]:
     """The results of linear probes, which predict the name from features of the pretrained encoder.
 
-    The probes are fitted to the drawings that the model is trained on, and tested on those of the held-out artists.
+    The probes are fitted to the drawings that the model is trained on, and tested on the held-out artists' drawings.
     """
     states = encode_pictures(records)
-    # Each drawing has the hidden state of the CLS token first, and then those of the patches.
     features_by_kind = {
         "patches": states[:, 1:].mean(dim=1).numpy(),  # [num_drawings, width]
         "CLS": states[:, 0].numpy(),
@@ -301,8 +300,9 @@ def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
     """Test the model without pictures, and compare it with the language model before training.
 
     Returns:
-        `perplexity` has the perplexity of text `before` and `after` training. `questions` has questions, and `before`
-        and `after` have the answers to them.
+        `perplexity`: the perplexity of text, `before` and `after` training.
+        `questions`: the questions that are asked.
+        `before` and `after`: the answers to these questions before and after training.
     """
     language_model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")
@@ -320,11 +320,11 @@ def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
 def perplexity(model: Any, tokenizer: Any) -> float:
     """The perplexity of text that no model here is trained on: scikit-learn's descriptions of three data sets.
 
-    The text is read in pieces of 512 tokens.
+    The text is read in pieces of 512 tokens. A shorter piece at the end is left out.
     """
     descriptions = [load().DESCR for load in (load_breast_cancer, load_diabetes, load_wine)]
     inputs = tokenizer("\n".join(descriptions), return_tensors="pt", add_special_tokens=False).to(model.device)
-    pieces = inputs.input_ids.split(512, dim=1)  # each [1, 512]; the last one is shorter and left out
+    pieces = inputs.input_ids.split(512, dim=1)  # each [1, 512], but the last is shorter
     losses = [model(input_ids=piece, labels=piece).loss.item() for piece in pieces[:-1]]
     return float(np.exp(np.mean(losses)))
 
@@ -332,7 +332,7 @@ def perplexity(model: Any, tokenizer: Any) -> float:
 def render(results: list[Result]) -> str:
     """The printed table: percentages of right answers, with 95% intervals over drawings.
 
-    It has a row for each question and each thing seen, and a column for each artist.
+    There is a row for each question with each thing seen, and a column for each artist.
     """
     table = pd.DataFrame(results)
     percent = 100 * table[["share", "low", "high"]]

@@ -1,4 +1,4 @@
-"""Draws the two figures of docs/trial.md from the records in trial.jsonl.
+"""Draws two figures of the results of docs/trial.md, from the records in trial.jsonl.
 
     python -m examples.emoji.gains
 
@@ -7,7 +7,7 @@ README, shows how many more names are right in each arm than in its controls, wh
 how many names are right when the trained models are tested with image embeddings of other norms.
 
 In the arms' names, T is the mean norm of text embeddings, and GWC (global weight compensation) is the kind of
-LayerNorm that the paper puts behind the projector. "No norm" says that there is no such LayerNorm.
+LayerNorm that the paper (The Unseen Bias) puts behind the projector. "No norm" says that there is no such LayerNorm.
 """
 
 import argparse
@@ -34,9 +34,9 @@ ARMS = {
     "GWC at T": "LayerNorm at T",
     "GWC at 30 T": "LayerNorm, held at 30 T",
 }
-# An arm's line style, with the same colour on both figures.
+# Each arm's line style. The colour is the same on both figures.
 STYLES = {
-    "no norm": MODEL_STYLES[0],
+    CONTROL: MODEL_STYLES[0],
     "started at T, no norm": MODEL_STYLES[1],
     "GWC at T": MODEL_STYLES[2],
     "GWC at 30 T": MODEL_STYLES[3],
@@ -98,14 +98,14 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
 
         label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(gains)} pairs"
         label = label.replace("-", "−")  # true minus signs before numbers; the titles have no hyphens
-        # The label begins at the left edge (0). It stands a little above the interval: -0.3 is upwards, because the
-        # vertical axis is turned upside down below.
+        # The label begins at the left edge (0), a little above the interval. -0.3 is upwards, because the vertical
+        # axis is upside down.
         text = axis.annotate(label, (0, height - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # hides the line at 0 behind the text
         text.set_in_layout(False)  # otherwise a long text would make the axis narrower
 
-    # The limits are those of the bottom and of the top, so the first arm (height 0) is on top. They leave some room
-    # above its label and below the last interval.
+    # The limits are the bottom, then the top. The larger number is the bottom, so the axis is upside down, and the
+    # first arm (height 0) is on top. Some room is left above its label and below the last interval.
     axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
     axis.spines["left"].set_visible(False)
     axis.tick_params(axis="x", labelsize=9)

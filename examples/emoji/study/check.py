@@ -1,12 +1,12 @@
-"""Compares the study's arms with what `training/compose.py` makes of the same seed, before any of them is trained.
+"""Compares each arm's untrained model with the model that `training/compose.py` makes from the same seed.
 
     python -m examples.emoji.study.check SEED
 
-The study aligns one projector, the shared start, and makes all arms from it. `training/compose.py` aligns each arm by
-itself. This command makes every arm of block 2 in both ways. It prints a table with a row for each model: the norm of
-the model's image tokens, the percentage of drawings whose image tokens point at the right name, and the mean cosine
-between the model's image tokens and those of the shared start. The same table is written into
-`runs/emoji/study/check-SEED.json`.
+An arm is one way to make and train a model. The study aligns one model for a seed, the shared start, and makes all
+arms from it. `training/compose.py` aligns each arm by itself. This check makes every arm of block 2 in both ways. It
+prints a table with a row for each model: the norm of the model's image tokens, the percentage of drawings whose image
+tokens point at the right name, and the mean cosine between the model's image tokens and those of the shared start. The
+table is also written into `runs/emoji/study/check-SEED.json`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def compose_arm(projector: Projector, seed: int, folder: Path) -> None:
         "training/compose.py",
         f"--vision_model={RUN / 'vision'}",
         f"--text_model={RUN / 'text'}",
-        "--vision_feature_layer=-1",
+        "--vision_feature_layer=-1",  # the last layer, as in the study
         f"--captions={captions}",
         f"--image_folder={RUN / 'pictures'}",
         f"--seed={seed}",
@@ -66,7 +66,7 @@ def mean_cosine(tokens: torch.Tensor, other_tokens: torch.Tensor) -> float:
 
 
 def check_arms(seed: int) -> list[dict[str, Any]]:
-    """The rows of the table: measures of each arm's model, once made by the study and once by the command."""
+    """The rows of the table: measures of each arm's model, made by the study and by `training/compose.py`."""
     folder = WORK / f"check-{seed}"
     shared_start = folder / "start"
     if not shared_start.exists():
@@ -82,12 +82,12 @@ def check_arms(seed: int) -> list[dict[str, Any]]:
     rows = []
     for arm in BLOCK_2.arms:
         composed = folder / arm.projector.value
-        if not (composed / "processor_config.json").exists():
+        if not (composed / "processor_config.json").exists():  # the file that compose.py writes last
             compose_arm(arm.projector, seed, composed)
-        model_by_command = NormLlavaForConditionalGeneration.from_pretrained(composed)
+        model_by_compose = NormLlavaForConditionalGeneration.from_pretrained(composed)
         model_by_study, processor = make_arm_model(arm, shared_start)  # both models have the same processor
 
-        for made_by, model in (("study", model_by_study), ("command", model_by_command)):
+        for made_by, model in (("study", model_by_study), ("command", model_by_compose)):
             measured = measure_tokens(model.eval(), processor)
             tokens = image_tokens(model, processor, drawings)
             cosine = mean_cosine(tokens, shared_tokens)
@@ -104,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main() -> None:
-    """Print the table of a seed's arms, and write it."""
+    """Print and write the table of a seed's arms."""
     seed = parse(build_parser()).seed
     WORK.mkdir(parents=True, exist_ok=True)
     rows = check_arms(seed)

@@ -23,8 +23,8 @@ PRIMARY = ("twemoji", "emojione")
 SECONDARY = ("openmoji",)
 MAX_GRAD_NORM = 1.0  # above this norm, the trainer clips the gradient of a module
 BATCH_SIZE = 64  # drawings that the vision encoder takes at once
-# Things whose drawings are near copies of each other. They were found among the drawings that models are trained on. A
-# name on the left counts as the name on the right.
+# Names whose drawings are near copies of each other, found among the drawings to train on. A name on the left counts
+# as the name on the right.
 SAME_DRAWING = {
     "ram": "ewe",
     "two hump camel": "camel",
@@ -42,18 +42,18 @@ def read_pictures() -> list[Record]:
 
 
 def drawings_by(artist: str) -> list[Record]:
-    """An artist's drawings, in the order of pictures.json. So their order is the same in every run."""
-    return [record for record in read_pictures() if record["set"] == artist]
+    """An artist's drawings, in the order of pictures.json, which is the same in every run."""
+    return [drawing for drawing in read_pictures() if drawing["set"] == artist]
 
 
 def all_names() -> list[str]:
     """All names, from which a model chooses."""
-    return sorted({record["name"] for record in read_pictures()})
+    return sorted({drawing["name"] for drawing in read_pictures()})
 
 
-def is_right(given: str, record: Record) -> bool:
+def is_right(given: str, drawing: Record) -> bool:
     """Whether a given name is right for a drawing. By `SAME_DRAWING`, the name of a near copy is right too."""
-    right = record["name"]
+    right = drawing["name"]
     given_counts_as = SAME_DRAWING.get(given, given)
     right_counts_as = SAME_DRAWING.get(right, right)
     return given_counts_as == right_counts_as
@@ -66,12 +66,12 @@ def as_digits(hits: list[bool]) -> str:
 
 @torch.no_grad()
 def image_tokens(
-    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, records: list[Record]
+    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, drawings: list[Record]
 ) -> torch.Tensor:
-    """The image tokens of drawings that enter the decoder, `(num_drawings, num_patches, hidden_size)` in float32."""
+    """Drawings' image tokens where they enter the decoder, `(num_drawings, num_patches, hidden_size)` in float32."""
     tokens = []
-    for start in range(0, len(records), BATCH_SIZE):
-        images = [open_picture(record) for record in records[start : start + BATCH_SIZE]]
+    for start in range(0, len(drawings), BATCH_SIZE):
+        images = [open_picture(drawing) for drawing in drawings[start : start + BATCH_SIZE]]
         inputs = processor.image_processor(images, return_tensors="pt").to(model.device, model.dtype)
         features = model.model.get_image_features(inputs["pixel_values"]).pooler_output
         tokens.append(torch.stack(list(features)).float())  # `features` has a tensor for each picture
@@ -84,24 +84,25 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
 
     Returns:
         `norm`: the mean L2 norm of image tokens, divided by T, the mean norm of text embeddings.
-        `names_by_tokens`: the percentage of drawings whose image tokens point at the right name. Image tokens point at
-        the name whose text embeddings are nearest to them in direction.
+        `names_by_tokens`: the percentage of drawings whose image tokens point at the right name. A drawing's image
+        tokens point at the name whose text embeddings are nearest in direction.
     """
-    records = []
+    drawings = []
     for artist in PRIMARY:
-        records += drawings_by(artist)
+        drawings += drawings_by(artist)
     names = all_names()
-    tokens = image_tokens(model, processor, records)
+    tokens = image_tokens(model, processor, drawings)
     text_norm = text_norm_target(vocabulary_norms(model))
 
-    # As in training/align.py, the mean of the vocabulary's embeddings is subtracted before directions are compared.
-    name_directions, mean_direction = embed_captions(model, processor, names)
-    token_directions = nn.functional.normalize(tokens, dim=-1) - mean_direction
+    # As in training/align.py, the vocabulary's mean embedding is subtracted before directions are compared. It is in
+    # units of the embeddings' mean norm, so image tokens are scaled to norm 1 first.
+    name_directions, mean_embedding = embed_captions(model, processor, names)
+    token_directions = nn.functional.normalize(tokens, dim=-1) - mean_embedding
     drawing_directions = nn.functional.normalize(token_directions.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]
     cosines = drawing_directions @ name_directions.T  # [num_drawings, num_names]
     nearest_names = [names[index] for index in cosines.argmax(dim=-1).tolist()]
 
-    hits = [is_right(name, record) for name, record in zip(nearest_names, records, strict=True)]
+    hits = [is_right(name, drawing) for name, drawing in zip(nearest_names, drawings, strict=True)]
     return {
         "norm": token_norms(tokens).mean().item() / text_norm,
         "names_by_tokens": 100 * sum(hits) / len(hits),
@@ -119,10 +120,10 @@ def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProc
     names = all_names()
     hits = {}
     for artist in (*PRIMARY, *SECONDARY):
-        records = drawings_by(artist)
-        images = [open_picture(record) for record in records]
+        drawings = drawings_by(artist)
+        images = [open_picture(drawing) for drawing in drawings]
         given_names = name_pictures(model, processor, images, names)
-        are_right = [is_right(name, record) for name, record in zip(given_names, records, strict=True)]
+        are_right = [is_right(name, drawing) for name, drawing in zip(given_names, drawings, strict=True)]
         hits[artist] = as_digits(are_right)
     return {"hits": hits, "perplexity": perplexity(model, processor.tokenizer)}
 
@@ -136,6 +137,7 @@ def measure_gain(model: Any) -> float | None:
     config = model.config
     if config.projector_norm == "none":
         return None
+    # With this gain, the LayerNorm's outputs have the norm T.
     gain_at_start = config.projector_norm_target / config.text_config.hidden_size**0.5
     gain = model.model.multi_modal_projector.norm.weight.mean().item()
     return gain / gain_at_start

@@ -30,22 +30,22 @@ RECIPE = "training/recipes/SmolLM2-135M-Instruct/stage2.yaml"
 
 
 def processor_name() -> str:
-    """The name of this machine's processor: of the GPU, or of the CPU with the instructions that torch uses.
+    """The name of this machine's GPU or, if there is no GPU, of its CPU and the instructions that torch uses.
 
     All arms of a seed must run on one processor. The number of threads may differ, since it changes only rounding.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
 
-    # The file has a paragraph for each core, with lines such as "model name : Intel(R) Xeon(R) Processor". Only the
-    # first core's paragraph is read.
+    # /proc/cpuinfo has a paragraph for each core, with lines such as "model name : Intel(R) Xeon(R) Processor". Only
+    # the first core's paragraph is read.
     first_core, *_ = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")
     fields = {}
     for line in first_core.splitlines():
         field, _, value = line.partition(":")
         fields[field.strip()] = value.strip()
 
-    name = fields.get("model name", platform.machine())
+    name = fields.get("model name", platform.machine())  # ARM CPUs have no "model name"
     family = fields.get("cpu family")
     model = fields.get("model")  # a number, unlike "model name"
     instructions = torch.backends.cpu.get_cpu_capability()  # such as "AVX512"
@@ -53,9 +53,9 @@ def processor_name() -> str:
 
 
 def claim_folder(folder: Path, commit: str) -> None:
-    """Make the folder of a run, or empty it if another commit or another kind of CPU or GPU began the run in it.
+    """Make a folder, or empty it, unless this commit has begun it on this kind of CPU or GPU.
 
-    Training would otherwise go on from a checkpoint in it. A folder of the same commit and CPU or GPU stays as it is.
+    Otherwise training would go on from another commit's or another processor's checkpoint in the folder.
     """
     begun_by = {"commit": commit, "processor": processor_name()}
     marker = folder / "begun_by.json"
@@ -115,9 +115,9 @@ def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Recor
     Returns:
         The run's record. `start` has measures of the untrained model, and `end` has those of the trained model.
     """
-    time_at_begin = time.monotonic()
+    started = time.monotonic()
     claim_folder(folder, commit)
-    untrained = folder / "begun"
+    untrained = folder / "untrained"
     trained = folder / "trained"
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -151,7 +151,7 @@ def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Recor
         **read_training(trained),  # `losses` and `clipped`
         **measure_model(model, llava_processor),  # `hits` and `perplexity`
         # If the run was stopped and resumed, these are the minutes since it was resumed.
-        "minutes": (time.monotonic() - time_at_begin) / 60,
+        "minutes": (time.monotonic() - started) / 60,
     }
 
 

@@ -2,10 +2,10 @@
 
     python -m examples.emoji.study.starts SEED FOLDER
 
-The command makes the shared start of a seed. This is a composed model whose projector has been scaled, so that image
-tokens enter the decoder with the norm T, the mean norm of text embeddings. The scaled projector has then been aligned
-with captions. All arms of the seed start from this model, and so differ only in what each arm changes. An arm is one
-way to make and train a model.
+An arm is one way to make and train a model. All arms of a seed start from one model, the shared start, and so differ
+only in what each arm changes. The command makes the shared start of a seed: it composes a model, scales its projector
+so that image tokens enter the decoder with the norm T, the mean norm of text embeddings, and aligns the scaled
+projector with captions.
 """
 
 import json
@@ -26,8 +26,8 @@ from training.align import align
 from training.compose import compose, interface_norms
 
 
-# The study tests on the drawings of three artists, and leaves them out of training. The example's files of rows have
-# no drawings of Twemoji and OpenMoji, so only this artist's rows have to be left out.
+# The study tests on the drawings of three artists: Twemoji, OpenMoji and EmojiOne. The example has already left
+# Twemoji and OpenMoji out of its rows to train on, so here only EmojiOne's rows are left out.
 LEFT_OUT = "emojione"
 START_FILE = "start.json"
 
@@ -61,7 +61,7 @@ def make_start(seed: int, folder: Path) -> None:
         "vision_model_path": str(RUN / "vision"),
         "text_model_path": str(RUN / "text"),
         "projector_norm": "none",
-        "vision_feature_layer": -1,
+        "vision_feature_layer": -1,  # the last layer, as in the example
         "seed": seed,
     }
     unscaled_model, processor = compose(**arguments)

@@ -54,7 +54,7 @@ def main(second_layer_rate: float, argv: list[str]) -> None:
     # With TF32, convolutions on a GPU would round float32.
     torch.backends.cudnn.allow_tf32 = False
 
-    # training/sft.py has no option for this rate, so its trainer's class is replaced while it runs.
+    # training/sft.py has no option for the second layer's rate, so its class of trainer is replaced while it runs.
     study_trainer: Any = partial(SecondLayerTrainer, second_layer_rate)
     usual_trainer = sft.NormLlavaTrainer
     sft.NormLlavaTrainer = study_trainer  # type: ignore[misc]

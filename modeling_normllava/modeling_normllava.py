@@ -1,4 +1,4 @@
-"""NormLlava: Llava with a LayerNorm after the projector. Its first gain gives image tokens the L2 norm of text tokens.
+"""NormLlava: Llava with a LayerNorm after the projector, which at first gives image tokens the L2 norm of text tokens.
 
 "The Unseen Bias" (arXiv 2512.08374) describes the method; the equations named below are that paper's. Saving a model
 copies this file and `configuration_normllava.py` into the checkpoint folder, so these two files import no other file
@@ -27,8 +27,8 @@ require_version("transformers>=5.18", "NormLlava needs it: pip install -U transf
 # Lower bound of the mean gain that the gradient is divided by (δ in eq. 25).
 MIN_MEAN_GAIN = 1e-3
 # Weights of a checkpoint that may stay unused: the LM head's, when the model without an LM head is loaded, and the
-# norm's, when a model is loaded with `projector_norm="none"`. transformers' `_keys_to_ignore_on_load_unexpected` isn't
-# used for this, because vLLM drops the weights that it lists from every checkpoint.
+# norm's, when a model is loaded with `projector_norm="none"`. If they were listed in transformers' attribute
+# `_keys_to_ignore_on_load_unexpected`, vLLM would drop these weights from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
 # Weights that a PEFT adapter's folder must have. The loading report of an adapter also lists as missing the weights of
 # the base model and the states of quantized weights.
@@ -192,11 +192,11 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         super()._init_weights(module)
         # The target is in the config, because on the meta device and during loading there are no text embeddings to
         # measure.
-        target_norm = self.config.projector_norm_target
-        if isinstance(module, Float32LayerNorm) and target_norm is not None:
+        if isinstance(module, Float32LayerNorm) and self.config.projector_norm_target is not None:
             (hidden_size,) = module.normalized_shape
             # With a gain of 1, a normalised token has the L2 norm sqrt(hidden_size).
-            init.constant_(module.weight, target_norm / hidden_size**0.5)
+            gain = self.config.projector_norm_target / hidden_size**0.5
+            init.constant_(module.weight, gain)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -258,7 +258,7 @@ def base_options(adapted_model: Any, options: dict[str, Any]) -> dict[str, Any]:
         adapted_model: A model that was loaded from an adapter's folder.
         options: The options that the adapted model was loaded with.
     """
-    # transformers looks for an adapter in the base's folder too. This subfolder doesn't exist, so it finds none.
+    # transformers looks for an adapter in the base's folder too. No subfolder has this name, so no adapter is found.
     no_adapter = {"adapter_kwargs": {"subfolder": "none"}}
     quantizer = getattr(adapted_model, "hf_quantizer", None)
     if quantizer is not None and quantizer.pre_quantized:

@@ -23,9 +23,8 @@ from conversations.layouts import IDENTIFYING_FIELDS, PICTURE_COLUMNS, READ_COLU
 from conversations.sources import Source
 
 
-# The columns that stand for a row's turns after `read_row`. `conversations` holds the turns as JSON text, since
-# malformed turns may have any type. `problem` says why the row can't be read, or is null. `unread` holds the names of
-# the fields that nothing reads.
+# The columns that `read_row` fills, except `images`. `conversations` holds the turns as JSON text, because malformed
+# turns may have any type.
 READ_FEATURES = datasets.Features(
     {
         "conversations": datasets.Value("string"),
@@ -35,7 +34,7 @@ READ_FEATURES = datasets.Features(
 )
 # The type of a column that holds a list of undecoded pictures in each row.
 PICTURES = datasets.List(datasets.Image(decode=False))
-# Stands for a picture of the columns `image` or `images` while the row's turns are read, so that it isn't loaded.
+# Stands for a picture of the columns `image` or `images` while a row's turns are read, so that no picture is loaded.
 _PICTURE_IN_COLUMN = object()
 
 
@@ -44,7 +43,7 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
 
     Returns:
         - Datasets that each hold some columns of all rows. The caller puts these columns side by side.
-        - For each field that nothing reads, the number of rows in which it has content.
+        - For each field that nothing reads, the number of rows in which the field has content.
     """
     features = undecoded_features(dataset.features)
     unread = _count_unread_columns(dataset)
@@ -69,7 +68,7 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
 
 
 def count_unread_fields(rows: datasets.Dataset) -> Counter[str]:
-    """For each field that the column `unread` names, the number of rows that name it."""
+    """For each field that the column `unread` names, the number of rows that name the field."""
     names = pc.list_flatten(rows.data["unread"])
     counts: Counter[str] = Counter()
     for entry in names.value_counts().to_pylist():  # such as {"values": "caption", "counts": 2}
@@ -78,7 +77,7 @@ def count_unread_fields(rows: datasets.Dataset) -> Counter[str]:
 
 
 def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
-    """For each column that nothing reads, the number of rows in which it has content."""
+    """For each column that nothing reads, the number of rows in which the column has content."""
     counts: Counter[str] = Counter()
     for name in dataset.column_names:
         if name in READ_COLUMNS or name in IDENTIFYING_FIELDS:
@@ -151,8 +150,7 @@ def _read_fields(fields: Row, picture_columns: list[str]) -> Row:
         fields[name] = [_PICTURE_IN_COLUMN] * num_pictures
 
     row = read_row(fields)
-    # Malformed turns are kept as they are. They may hold values that JSON can't hold, such as bytes. Of these the
-    # beginning is kept as text.
+    # Malformed turns may hold values that JSON can't, such as bytes. The beginning of such a value is kept as text.
     row["conversations"] = json.dumps(row["conversations"], default=lambda value: str(value)[:80])
     if picture_columns:
         images = row.pop("images")

@@ -33,8 +33,8 @@ BATCH_SIZE = 100
 # The number of rows whose pictures' paths are in memory at a time.
 PATHS_BATCH_SIZE = 1000
 # The columns that `tokenize_rows` returns. `conversations` holds the turns as JSON text. `RowTokenizer` describes
-# `input_ids` to `length`, and `_checksum` describes `checksum`. In a good row `problem` is "". In a bad row all
-# columns but `problem` are null.
+# `input_ids` to `length`, and `_checksum` describes `checksum`. A good row's `problem` is "". A bad row has only a
+# `problem`; its other columns are null.
 FEATURES = Features(
     {
         "conversations": Value("string"),
@@ -127,7 +127,7 @@ def _fingerprint(dataset: Dataset, check: RowCheck) -> str:
         tokenize.max_length,
         tokenize.max_positions,
         tokenize.max_tiles,
-        tokenize.processor.image_processor.to_json_string(),  # the number of a picture's tiles depends on it
+        tokenize.processor.image_processor.to_json_string(),  # settings such as the number of tiles
         check.open_pictures,
         hash_files(Path(__file__).parent, "*.py"),  # the code of this package
         transformers.__version__,
@@ -152,7 +152,7 @@ def _hash_picture_files(dataset: Dataset) -> str:
 def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
     """The paths of pictures that are files outside the dataset, in batches.
 
-    The paths are selected in Arrow. Rows in Python would also load the pictures that are inside the dataset.
+    The paths are selected in Arrow, since rows in Python would also load the pictures inside the dataset.
     """
     columns = [name for name in PICTURE_COLUMNS if name in dataset.column_names]
     if not columns:
@@ -169,7 +169,7 @@ def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
 
 def _file_state(image_folder: str, path: str | None) -> tuple[str | None, int, int]:
     """The path of a picture, and the size and modification time of its file. If there is no file, both are 0."""
-    if not path:  # joined with the image folder, it would give the state of the folder itself
+    if not path:  # joined with the image folder, an empty path would mean the folder itself
         return path, 0, 0
     try:
         status = os.stat(os.path.join(image_folder, path))
@@ -224,7 +224,7 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
 def _checksum(row: Row, conversations: str) -> int:
     """A checksum of a row's conversation and of its pictures' names and sizes.
 
-    It stays the same if the image folder is moved.
+    If the image folder is moved, the checksum stays the same.
     """
     names_and_sizes = []
     for image in row_images(row):
@@ -263,8 +263,7 @@ def keep_good_rows(
         if report_file is not None:
             _report_bad_rows(problems, len(dataset), report_file)
 
-    # `tokens` has the turns too, all in the same form, so the dataset's own are left out. So is `problem`, which good
-    # rows don't have.
+    # The turns are taken from `tokens`, where all have the same form. Good rows have no `problem`.
     left_out = [name for name in ("conversations", "problem") if name in dataset.column_names]
     good = _join(dataset.remove_columns(left_out), tokens.remove_columns("problem"))
     if is_bad.any():
@@ -304,8 +303,8 @@ def _report_bad_rows(problems: Dataset, num_rows: int, report_file: Path) -> Non
     """Add the `source` and the `problem` of each bad row to a file of JSON lines."""
     report_file.parent.mkdir(parents=True, exist_ok=True)
     with report_file.open("a", encoding="utf-8") as file:
-        for problem in problems:
-            file.write(json.dumps(problem) + "\n")
+        for bad_row in problems:
+            file.write(json.dumps(bad_row) + "\n")
     logger.warning("Left out %d of %d rows; listed with reasons in %s", len(problems), num_rows, report_file)
 
 

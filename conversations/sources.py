@@ -10,10 +10,12 @@ from common.errors import UserError
 
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-# Suffixes of files that `load_dataset` reads. If a folder has such files, they hold its rows, and JSON files don't.
+# Suffixes of files of rows that a user can name.
+ROW_FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
+# Suffixes of files that `load_dataset` reads. In a folder with such files, JSON files hold no rows.
 DATASET_SUFFIXES = (".parquet", ".arrow", ".tar")
-# Files that describe the pictures of their folder. `load_dataset` reads them together with the pictures (as an
-# `imagefolder`), so in such a folder too no JSON file is read here.
+# Files that describe the pictures of their folder. `load_dataset` reads these files together with the pictures (as an
+# `imagefolder`). In a folder with such a file, other JSON files hold no rows.
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 # JSON files that come with a saved dataset or a repository, and hold no rows.
 FILES_WITHOUT_ROWS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
@@ -76,14 +78,14 @@ def find_source(name: str) -> Source:
         return _source_of_files(name, matches)
 
     path = Path(name)
-    # With the suffix of a file of rows, a name is that of a file, even if the file is missing.
-    if path.is_file() or path.suffix.lower() in (*JSON_SUFFIXES, ".parquet"):
+    # A name with the suffix of a file of rows means a file, even if the file is missing.
+    if path.is_file() or path.suffix.lower() in ROW_FILE_SUFFIXES:
         return _source_of_files(name, [path])
     if any((path / file).exists() for file in SAVED_FILES):
         return Source(name, "saved")
-    if not path.is_dir():
-        return Source(name, "dataset")
-    return _source_of_folder(name, path)
+    if path.is_dir():
+        return _source_of_folder(name, path)
+    return Source(name, "dataset")  # any other name is taken for a Hub id
 
 
 def _source_of_files(name: str, files: list[Path]) -> Source:
@@ -97,12 +99,16 @@ def _source_of_files(name: str, files: list[Path]) -> Source:
         return Source(name, "json", files)
     if suffixes == {".parquet"}:
         return Source(name, "parquet", files)
-    readable = ", ".join((*JSON_SUFFIXES, ".parquet"))
-    raise UserError(f"{name}: rows are read from files that end with {readable}, all of one kind.")
+    suffix_list = ", ".join(ROW_FILE_SUFFIXES)
+    raise UserError(f"{name}: rows are read from files that end with {suffix_list}, all of one kind.")
 
 
 def _source_of_folder(name: str, folder: Path) -> Source:
-    """The source of a folder: its JSON file if there is exactly one, or a dataset if there is none."""
+    """The source of a folder: the folder's only JSON file, or a dataset if there are no JSON files.
+
+    Raises:
+        UserError: if there are several JSON files, or the only JSON file is in a subfolder.
+    """
     files = _find_json_files(folder)
     if not files:
         return Source(name, "dataset")

@@ -27,10 +27,10 @@ Row = dict[str, Any]
 Turn = dict[str, Any]
 
 PICTURE_COLUMNS = ("images", "image")
-# LLaVA's name of a role, by each name that rows use for it.
+# LLaVA's names of the roles, by the names that rows use.
 LLAVA_ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
-# Fields about a row as a whole, such as where it comes from or how large its picture is. They hold nothing to learn,
-# so they aren't read, and no warning names them.
+# Fields about a row as a whole, such as its source or its picture's size. They hold nothing to learn, so they aren't
+# read, and no warning names them.
 IDENTIFYING_FIELDS = frozenset({
     "id", "idx", "index", "uid", "uuid", "key", "hash", "__index_level_0__",
     "source", "data_source", "dataset", "split", "license", "model", "lang", "language",
@@ -60,7 +60,7 @@ def read_row(row: Row) -> Row:
 
         - `images`: the row's undecoded pictures in order.
         - `conversations`: LLaVA's turns.
-        - `problem`: why the row can't be read; `None` if it can.
+        - `problem`: why the row can't be read; `None` for a row without problems.
         - `unread`: the names of fields that have content and that nothing reads. A field of a turn in `messages` is
           named `messages[].field`.
     """
@@ -68,8 +68,8 @@ def read_row(row: Row) -> Row:
     try:
         column = _find_turns_column(row)
         reader = _TurnReader(column)
-        read_turns = TURN_COLUMNS[column]
-        turns = read_turns(row, reader)
+        read_column = TURN_COLUMNS[column]
+        turns = read_column(row, reader)
         pictures = _choose_pictures(row, reader.pictures)
         turns = _add_system(turns, row.get("system"))
         if column != "conversations":  # in LLaVA's layout the turns mark their pictures already
@@ -88,7 +88,7 @@ def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[s
 
 
 def pictures_in_columns(row: Row) -> list[Any]:
-    """The pictures in a row's columns `images` or `image`. Such a column holds a picture, a list of them, or nothing.
+    """The pictures in a row's column `images` or `image`. Either holds a picture, a list of pictures, or nothing.
 
     Raises:
         LayoutError: if both `images` and `image` hold pictures.
@@ -192,7 +192,7 @@ class _TurnReader:
         llava_role = LLAVA_ROLES[role]
         _refuse_what_changes_training(turn, llava_role)
         self.note_unread(turn, TURN_FIELDS)
-        # A turn may say a JSON list, so a text is not decoded.
+        # A text isn't decoded: a JSON list may be what the turn says.
         if not isinstance(content, str):
             content = unpack_list(content)
         if isinstance(content, list):
@@ -243,7 +243,7 @@ class _TurnReader:
 
 
 def _refuse_what_changes_training(turn: dict[str, Any], llava_role: str) -> None:
-    """Refuse a turn that other trainers treat unlike the rest: one with tool calls, or an answer with a weight."""
+    """Refuse a turn that other trainers would train otherwise: a turn with tool calls, or an answer with a weight."""
     if has_content(turn.get("tool_calls")):
         raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
     if llava_role != "gpt":
@@ -410,12 +410,16 @@ def _add_system(turns: Any, system: Any) -> Any:
 
 
 def _mark_pictures(turns: Any, num_pictures: int) -> Any:
-    """The turns. If no turn marks a picture, the first question begins with marks for all pictures, as in TRL."""
+    """Put marks for all pictures before the first question, as TRL does, unless a turn already has a mark.
+
+    Returns:
+        The turns, which are unchanged if one is malformed.
+    """
     if not num_pictures or not isinstance(turns, list):
         return turns
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            return turns  # a turn is malformed, which `check_row` reports
+            return turns  # `check_row` reports the malformed turn
         if IMAGE_MARK in turn["value"]:
             return turns
 

@@ -7,7 +7,7 @@
 - `image_folder`: the folder that paths are relative to, as an absolute path without `..`, as `load_rows` writes it.
 - `conversations`: LLaVA's turns with `from` and `value`.
 - `source`: the file or dataset and the row's number, for messages.
-- `problem`: why the row's own layout couldn't be read; null or missing if it could be.
+- `problem`: why the row couldn't be read from its own layout; null or missing in all other rows.
 """
 
 import json
@@ -22,7 +22,7 @@ from common.errors import UserError
 from conversations.layouts import IMAGE_MARK, LLAVA_ROLES, LayoutError, Row, pictures_in_columns
 
 
-# The name of each role in chat messages, by LLaVA's name of it.
+# The roles' names in chat messages, by LLaVA's names.
 CHAT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 # How many characters of a path an error message shows.
 LONGEST_PATH = 200

@@ -47,6 +47,8 @@ class Source:
     def folder(self) -> str:
         """The folder that paths of pictures are relative to, unless the user names another.
 
+        For parquet files in several folders, this is the first of the folders.
+
         Raises:
             UserError: if there are JSON files in several folders.
         """
@@ -63,11 +65,11 @@ class Source:
 def find_source(name: str) -> Source:
     """What `name` means: a file, a pattern such as `data/*.parquet`, a folder, or a Hub id.
 
-    A folder that holds one JSON file, as LLaVA's does beside its pictures, means that file.
+    A folder with one JSON file beside its pictures, such as LLaVA's, means this file.
 
     Raises:
         UserError: if no file matches a pattern, a file doesn't exist or is of no known kind, or a folder holds several
-            JSON files. (`load_dataset` would give all of them the types of the first.)
+            JSON files. (`load_dataset` would give all files the types of the first file.)
     """
     name = os.path.expanduser(name)
     # The name of an existing file or folder can contain a pattern's characters too, such as "[".

@@ -247,7 +247,7 @@ class _TypesDifferError(Exception):
 def common_features(source: Source) -> datasets.Features | None:
     """Find features that fit all parquet files of a source.
 
-    By itself, `datasets` takes the types of the first file for all. If a column of the first file is all null or
+    By itself, `datasets` takes the types of the first file for all files. If a column of the first file is all null or
     empty, such as the pictures' column in a shard without pictures, the column has no type in this file, and the next
     file doesn't fit.
 

@@ -88,8 +88,8 @@ class RowCheck:
 def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None) -> Dataset:
     """Check and tokenize every row, in `num_proc` processes.
 
-    The result is kept in datasets' cache folder. The next run uses it unless a row has changed, or the path, size or
-    modification time of a picture file, or something that the check depends on.
+    The result is kept in datasets' cache folder. The next run uses the kept result unless one of these has changed: a
+    row, the path, size or modification time of a picture file, or something else that the check depends on.
 
     Returns:
         A row with the columns of `FEATURES` for each row of `dataset`, in the same order.
@@ -202,14 +202,15 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
         check: Tokenizes the row.
 
     Raises:
-        BadRowError: if the disk is at fault. A problem of the row would stay in the cache after the disk is mended.
+        BadRowError: if the disk is at fault. A problem that is returned would stay in the cache after the disk is
+            mended.
     """
     try:
         image_sizes = content_check.result()  # raises what the call raised
         conversations = json.dumps(row_turns(row), default=str)
         tokens = check.tokenize(row, image_sizes)
     except BadRowError as error:
-        # Only an error of the operating system has a number. A broken picture raises errors without one.
+        # An error of the operating system has an `errno`. The error that a broken picture raises has none.
         is_disk_fault = getattr(error.__cause__, "errno", None) is not None
         if is_disk_fault:
             raise

@@ -67,7 +67,7 @@ class RowTokenizer:
 
         Args:
             row: The row.
-            image_sizes: Width and height of each picture, where `needs_image_sizes` says that they are needed.
+            image_sizes: Width and height of each picture; required if `needs_image_sizes` is true.
 
         Raises:
             BadRowError: if the row is too long, or has nothing that the model could be trained on.

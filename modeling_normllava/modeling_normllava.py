@@ -30,8 +30,8 @@ MIN_MEAN_GAIN = 1e-3
 # norm's, when a model is loaded with `projector_norm="none"`. If they were listed in transformers' attribute
 # `_keys_to_ignore_on_load_unexpected`, vLLM would drop these weights from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
-# Weights that a PEFT adapter's folder must have. The loading report of an adapter also lists as missing the weights of
-# the base model and the states of quantized weights.
+# Names of the weights that a PEFT adapter's folder must have. An adapter's loading report also lists as missing the
+# base model's weights and the states of quantized weights, which the folder doesn't have.
 ADAPTER_WEIGHT = re.compile(r"\.lora_|\.modules_to_save\..*\.(weight|bias)$")
 # A part of the model, such as the vision tower. For `None`, the model builds the part from its config.
 OptionalPart = nn.Module | None
@@ -57,7 +57,8 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_states, weight, bias, mean, rstd = ctx.saved_tensors
         needed_gradients = ctx.needs_input_grad[:3]  # those of hidden_states, weight and bias
-        compensated_weight = weight / weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
+        mean_gain = weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
+        compensated_weight = weight / mean_gain
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad_output, hidden_states, weight.shape, mean, rstd, compensated_weight, bias, needed_gradients
         )
@@ -88,9 +89,9 @@ class Float32LayerNorm(nn.LayerNorm):
         return super()._apply(keep_float32, recurse)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise `hidden_states`; same shape and dtype out."""
-        # At least float32, and float64 where the input or the parameters are float64. The parameters are cast too,
-        # because sharded training may have cast them to its compute dtype.
+        """Normalise `hidden_states`. The output has the same shape and dtype."""
+        # Compute in at least float32, and in float64 where the input or the parameters are float64. The parameters are
+        # cast too, because in sharded training they may have the compute dtype.
         common_dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
         dtype = torch.promote_types(common_dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -104,9 +105,10 @@ class Float32LayerNorm(nn.LayerNorm):
 class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
     """LayerNorm whose input gradient is divided by `max(mean|gain|, 1e-3)` (eq. 12, 24-26, and App. D).
 
-    The small gain would shrink every gradient that reaches the projector and the vision encoder by the same factor;
-    the division removes the factor. Adam's update doesn't depend on a constant factor on the gradient, so under Adam
-    the division matters little: it changes gradient clipping and how much Adam's epsilon weighs.
+    The gain that gives image tokens their L2 norm is small. It would shrink every gradient that reaches the projector
+    and the vision encoder by the same factor; the division removes the factor. Adam's update doesn't depend on a
+    constant factor on the gradient, so under Adam the division matters little: it changes gradient clipping and how much
+    Adam's epsilon weighs.
     """
 
     def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from test_modeling_normllava import FRESH_PROCESS, inputs_for
+from test_modeling_normllava import RELOADING_PROGRAM, inputs_for
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from modeling_normllava import (
@@ -284,7 +284,7 @@ def test_a_saved_folder_loads_without_this_repository(
 ) -> None:
     model.save_pretrained(tmp_path / "saved")
     processor.save_pretrained(tmp_path / "saved")
-    command = [sys.executable, "-c", FRESH_PROCESS, str(tmp_path / "saved"), str(tmp_path / "again")]
+    command = [sys.executable, "-c", RELOADING_PROGRAM, str(tmp_path / "saved"), str(tmp_path / "again")]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     inputs = inputs_for(processor, [[Image.new("RGB", (40, 30), (10, 200, 30))]], ["What?"])

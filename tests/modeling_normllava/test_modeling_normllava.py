@@ -268,7 +268,7 @@ def test_a_batch_is_answered_like_each_prompt_alone(
 
 # A program that loads a model from the folder `source`, saves the model into the folder `again`, and loads the model
 # from `again`, all without this repository. It also writes the model's logits for `messages` to again/logits.pt.
-FRESH_PROCESS = """
+RELOADING_PROGRAM = """
 import sys
 from importlib.abc import MetaPathFinder
 
@@ -326,7 +326,7 @@ def test_a_saved_folder_loads_without_this_repository(
 ) -> None:
     source = composed(vision="clip", max_tiles=max_tiles)
     again = tmp_path / "again"
-    command = [sys.executable, "-c", FRESH_PROCESS, str(source), str(again)]
+    command = [sys.executable, "-c", RELOADING_PROGRAM, str(source), str(again)]
     # Python imports from the working directory first, so this is not the repository's root.
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -53,7 +53,7 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
         return [_select(dataset, datasets.Features(used_features))], unread
 
     pictures = _select(dataset, datasets.Features(picture_features))
-    picture_counts = {}
+    picture_counts = {}  # only of columns that hold a picture
     for name in picture_features:
         counts = _count_pictures(pictures.data[name])
         if any(counts):
@@ -130,8 +130,8 @@ def _read_turns(
     else:
         read_features = datasets.Features({"images": PICTURES, **READ_FEATURES})
 
-    # datasets' own fingerprint leaves out the code that `_read_fields` calls. With that fingerprint, turns that an
-    # earlier version of this package has read would be taken from the cache.
+    # datasets' own fingerprint leaves out the code that `_read_fields` calls. With that fingerprint, the cache would
+    # return turns as an earlier version of this package has read them.
     code_hashes = hash_files(Path(__file__).parent, "*.py")
     fingerprint = Hasher.hash([rows_to_read._fingerprint, list(picture_counts), code_hashes])
     return rows_to_read.map(

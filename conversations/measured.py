@@ -138,7 +138,7 @@ def _fingerprint(dataset: Dataset, check: RowCheck) -> str:
 def _hash_picture_files(dataset: Dataset) -> str:
     """A hash of the paths, sizes and modification times of all picture files.
 
-    The fingerprint that `datasets` gives a dataset doesn't change when these files do.
+    The fingerprint that `datasets` gives a dataset doesn't change when such a file changes.
     """
     states_hash = hashlib.sha256()
     image_folder = dataset[0]["image_folder"]  # the same for all rows
@@ -161,7 +161,7 @@ def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
     for table in arrow_rows.iter(PATHS_BATCH_SIZE):
         for column in table.columns:
             for chunk in column.chunks:
-                # A row holds a picture, or a list of pictures.
+                # In each row the column holds a picture, or a list of pictures.
                 pictures = chunk if pa.types.is_struct(chunk.type) else chunk.flatten()
                 is_file = pictures.field("bytes").is_null()
                 yield pictures.field("path").filter(is_file).to_pylist()

@@ -107,8 +107,8 @@ class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
 
     The gain that gives image tokens their L2 norm is small. It would shrink every gradient that reaches the projector
     and the vision encoder by the same factor; the division removes the factor. Adam's update doesn't depend on a
-    constant factor on the gradient, so under Adam the division matters little: it changes gradient clipping and how much
-    Adam's epsilon weighs.
+    constant factor on the gradient, so under Adam the division matters little: it changes gradient clipping, and how
+    much Adam's epsilon weighs.
     """
 
     def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -201,7 +201,7 @@ def test_a_weight_that_the_model_lacks_is_refused(composed: Callable[..., Path],
     """The model's head has no bias, and its decoder's layers are 0 and 1."""
 
     def add_weight(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {**weights, name: torch.ones(3)}  # of any size
+        return {**weights, name: torch.ones(3)}  # any size will do
 
     folder = copy_with_changed_weights(composed(), tmp_path / "more", add_weight)
     # NormLlavaModel's message has the name without "model.".

@@ -16,7 +16,7 @@ class NormLlavaConfig(LlavaConfig):
     Configuration of a NormLlava model: [`LlavaConfig`] with the settings of the norm and of merged patches, and with
     three records of how the model began.
 
-    Only the model's card uses the records. They are kept in the config, because only the config stays with a model
+    The records are for the model's card. They are kept in the config, because only the config stays with a model
     from composing, through each training stage, to the release.
 
     Args:

@@ -27,7 +27,7 @@ def errors_named_after(name: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except UserError:  # a subclass of `ValueError`, whose message already names the folder or file
+    except UserError:  # a `ValueError` too, whose message already says what is wrong, and where
         raise
     except (ValueError, ImportError) as error:
         message_in_one_line = " ".join(str(error).split())

@@ -287,21 +287,21 @@ def _read_schema(file: Path) -> pa.Schema:
         raise UserError(f"{file}: {error}") from error
 
 
-def _merge_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def _merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     """The type that holds the values of both types: null fits every type, and structs get the fields of both.
 
     Raises:
-        _TypesDifferError: if there is no such type.
+        _TypesDifferError: if no type holds both.
     """
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if _is_list(one) and _is_list(other):
-        return pa.list_(_merge_types(one.value_type, other.value_type))
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
-        fields = {field.name: field.type for field in one}
-        for field in other:
+    if first == second or pa.types.is_null(second):
+        return first
+    if pa.types.is_null(first):
+        return second
+    if _is_list(first) and _is_list(second):
+        return pa.list_(_merge_types(first.value_type, second.value_type))
+    if pa.types.is_struct(first) and pa.types.is_struct(second):
+        fields = {field.name: field.type for field in first}
+        for field in second:
             if field.name in fields:
                 fields[field.name] = _merge_types(fields[field.name], field.type)
             else:

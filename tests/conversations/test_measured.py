@@ -53,21 +53,21 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Notes the rows that are tokenized and whose pictures are opened during a test."""
-    calls = Calls()
+    noted = Calls()
     original_call = RowTokenizer.__call__
     original_open_images = measured.open_images
 
     def note_and_tokenize(tokenize: RowTokenizer, row: Row, image_sizes: list[tuple[int, int]] | None) -> Row:
-        calls.tokenized.append(row_number(row))
+        noted.tokenized.append(row_number(row))
         return original_call(tokenize, row, image_sizes)
 
     def note_and_open(row: Row) -> Any:
-        calls.opened.append(row_number(row))
+        noted.opened.append(row_number(row))
         return original_open_images(row)
 
     monkeypatch.setattr(RowTokenizer, "__call__", note_and_tokenize)
     monkeypatch.setattr(measured, "open_images", note_and_open)
-    return calls
+    return noted
 
 
 def row_number(row: Row) -> str:

@@ -32,8 +32,8 @@ for logger_name in SILENCED_LOGGERS:
 def command() -> Iterator[None]:
     """Run the body of a `with` as a command, which prints plain log lines and no warnings of transformers.
 
-    A `UserError` or an `OSError` ends the command with one line, `error: ...`. All other errors are bugs and keep
-    their traceback.
+    A `UserError` or an `OSError` ends the command with one line, `error: ...`, and Ctrl-C with `stopped`. All other
+    errors are bugs and keep their traceback.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger().setLevel(logging.INFO)
@@ -82,7 +82,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, wh
 
     Args:
         parser: The parser that knows the options.
-        argv: The words of the command line; `None` takes this process's.
+        argv: The words of the command line; `None` stands for those of `sys.argv`.
         where: The beginning of the error's message, such as the name of a file.
 
     Raises:
@@ -93,15 +93,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, wh
         return args
 
     name, _, _ = unknown_words[0].partition("=")  # --port of --port=1
-    actions_by_option = chosen_parser(parser, args)._option_string_actions
-    similar_options = get_close_matches(name, list(actions_by_option), n=1, cutoff=0.8)  # at least 80 % alike
+    known_options = list(chosen_parser(parser, args)._option_string_actions)
+    similar_options = get_close_matches(name, known_options, n=1, cutoff=0.8)  # at least 80 % alike
     if similar_options:
         raise UserError(f"{where}{name} is unknown, did you mean {similar_options[0]}?")
     raise UserError(f"{where}{name} is unknown.")
 
 
 def chosen_parser(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
-    """The parser of the subcommand that was given, or `parser` itself if the command has no subcommands."""
+    """The parser of the subcommand in `args`, or `parser` itself if the command has no subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             subcommand = getattr(args, action.dest)

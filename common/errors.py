@@ -14,7 +14,7 @@ class UserError(ValueError):
 
 @contextmanager
 def errors_named_after(name: str | Path) -> Iterator[None]:
-    """Run the body of a `with` that loads a model or a part of it, and name the model in a library's error.
+    """Run the body of a `with` that loads a model or a part of a model, and name the model in a library's error.
 
     transformers, PEFT and the model class raise `ValueError` for files that are wrong, and `ImportError` for a package
     that is missing. Most of these errors don't say which folder they are about.
@@ -27,7 +27,7 @@ def errors_named_after(name: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except UserError:  # a `ValueError` too, but its message says already what it is about
+    except UserError:  # a `ValueError` too, whose message already says what is wrong, and where
         raise
     except (ValueError, ImportError) as error:
         message_in_one_line = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Helpers for files and folders: writing, emptying, finding and hashing them."""
+"""Writes, empties, checks and hashes files and folders."""
 
 import hashlib
 import shutil
@@ -13,7 +13,7 @@ WEIGHT_FILES = "model*.safetensors"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: a process that reads it meanwhile gets the whole old or the whole new text."""
+    """Write a text file atomically: another process reads either the whole old text or the whole new text."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -30,15 +30,14 @@ def folder_or_id(name: str) -> str:
     """Check the name of a model, which is a folder or a Hub id, and return the name.
 
     Raises:
-        UserError: if the name is that of a folder that doesn't exist. `from_pretrained` would look it up on the Hub.
+        UserError: if the name is a folder's and the folder doesn't exist. `from_pretrained` would look the name up on
+            the Hub.
     """
     path = Path(name)
     num_parts = len(path.parts)
-    # A Hub id is "name" or "owner/name". A name of more parts is a folder's, and so is "runs/name" if there is a
-    # folder "runs".
-    is_too_long_for_id = num_parts > 2
-    is_in_folder = num_parts == 2 and path.parent.is_dir()
-    # "./name" and "name/" are folders too. `Path` leaves out the "./" and the last "/".
+    is_too_long_for_id = num_parts > 2  # a Hub id is "name" or "owner/name"
+    is_in_folder = num_parts == 2 and path.parent.is_dir()  # "runs/name", if there is a folder "runs"
+    # "./name" and "name/" are folders. `Path` leaves out the "./" and the last "/".
     is_written_as_folder = name != str(path)
     is_folder = is_too_long_for_id or is_in_folder or is_written_as_folder
     if is_folder and not path.exists():
@@ -53,11 +52,7 @@ def sha256(path: Path) -> str:
 
 
 def hash_files(folder: Path, *patterns: str) -> dict[str, str]:
-    """The SHA-256 hashes of those files in a folder whose names match one of the patterns.
-
-    Returns:
-        The hash of each file, by the file's name.
-    """
+    """The SHA-256 hash of each file in a folder that matches one of the patterns, by the file's name."""
     paths: set[Path] = set()
     for pattern in patterns:
         paths.update(folder.glob(pattern))

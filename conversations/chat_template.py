@@ -39,7 +39,7 @@ class ChatFormat:
 def _role_format(
     name: str, start: str, end: str, separator: str = "", assistant: str = "assistant", has_system: bool = True
 ) -> ChatFormat:
-    """A format in which all turns have the same start, but for the role at its `{}`, and the same end.
+    """A format in which all turns start and end in the same way, except for the role's name.
 
     Args:
         name: The format's name.
@@ -68,10 +68,10 @@ FORMATS = (
 )
 
 # The template of all formats. `_write_template` replaces `@SYSTEM_TURN@` by one of the two texts below the template.
-# `_fill` replaces every other `@name@`: `@image@` and `@bos@` by a token, and the rest by the field of `ChatFormat`
-# with this name.
-# In a format without system turns, `ns.system` holds a system message until the next user turn, which begins with it.
-# If no user turn follows, the system message becomes a user turn itself.
+# `_fill` replaces `@image@` and `@bos@` by a token, and every other `@name@` by the field of `ChatFormat` with this
+# name.
+# In a format without system turns, `ns.system` holds a system message until the next user turn, which begins with the
+# message. If no user turn follows, the system message becomes a user turn itself.
 # The `-` inside Jinja's tags drops the line breaks and spaces that make this text readable. A line break that belongs
 # to the prompt is written inside an expression.
 _CHAT_TEMPLATE = """\
@@ -227,7 +227,7 @@ def _writes_same_text(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat)
     Conversations of one, two and four turns are compared, also with a system message if the tokenizer's template
     writes one.
     """
-    template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)  # no picture comes, so any token does
+    template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)  # not written, as there are no pictures
     for texts in (["One?"], ["One?", "Two."], ["One?", "Two.", "Three?", "Four."]):
         if _render(tokenizer, texts, chat_template=template) != _render(tokenizer, texts):
             return False
@@ -288,8 +288,8 @@ def _fill(template: str, tokenizer: PreTrainedTokenizerBase, texts: dict[str, st
     `@bos@` becomes Jinja's variable `bos_token` if the tokenizer starts every text with BOS. (A processor doesn't add
     BOS a second time.)
     """
-    first_ids = tokenizer("a").input_ids[:1]  # "a" stands for any text
-    adds_bos = tokenizer.bos_token_id is not None and first_ids == [tokenizer.bos_token_id]
+    input_ids = tokenizer("a").input_ids  # "a" stands for any text
+    adds_bos = tokenizer.bos_token_id is not None and input_ids[:1] == [tokenizer.bos_token_id]
     bos = "bos_token" if adds_bos else '""'
     template = template.replace("@bos@", bos)
     for name, text in texts.items():

@@ -23,9 +23,8 @@ from conversations.layouts import IDENTIFYING_FIELDS, PICTURE_COLUMNS, READ_COLU
 from conversations.sources import Source
 
 
-# The columns that stand for a row's turns after `read_row`. `conversations` holds the turns as JSON text, since
-# malformed turns may have any type. `problem` says why the row can't be read, or is null. `unread` holds the names of
-# the fields that nothing reads.
+# The columns that `read_row` fills, except `images`. `conversations` holds the turns as JSON text, because malformed
+# turns may have any type.
 READ_FEATURES = datasets.Features(
     {
         "conversations": datasets.Value("string"),
@@ -35,7 +34,7 @@ READ_FEATURES = datasets.Features(
 )
 # The type of a column that holds a list of undecoded pictures in each row.
 PICTURES = datasets.List(datasets.Image(decode=False))
-# Stands for a picture of the columns `image` or `images` while the row's turns are read, so that it isn't loaded.
+# Stands for a picture of the columns `image` or `images` while a row's turns are read, so that no picture is loaded.
 _PICTURE_IN_COLUMN = object()
 
 
@@ -44,7 +43,7 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
 
     Returns:
         - Datasets that each hold some columns of all rows. The caller puts these columns side by side.
-        - For each field that nothing reads, the number of rows in which it has content.
+        - For each field that nothing reads, the number of rows in which the field has content.
     """
     features = undecoded_features(dataset.features)
     unread = _count_unread_columns(dataset)
@@ -54,7 +53,7 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
         return [_select(dataset, datasets.Features(used_features))], unread
 
     pictures = _select(dataset, datasets.Features(picture_features))
-    picture_counts = {}
+    picture_counts = {}  # only of columns that hold a picture
     for name in picture_features:
         counts = _count_pictures(pictures.data[name])
         if any(counts):
@@ -69,7 +68,7 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
 
 
 def count_unread_fields(rows: datasets.Dataset) -> Counter[str]:
-    """For each field that the column `unread` names, the number of rows that name it."""
+    """For each field that the column `unread` names, the number of rows that name the field."""
     names = pc.list_flatten(rows.data["unread"])
     counts: Counter[str] = Counter()
     for entry in names.value_counts().to_pylist():  # such as {"values": "caption", "counts": 2}
@@ -78,7 +77,7 @@ def count_unread_fields(rows: datasets.Dataset) -> Counter[str]:
 
 
 def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
-    """For each column that nothing reads, the number of rows in which it has content."""
+    """For each column that nothing reads, the number of rows in which the column has content."""
     counts: Counter[str] = Counter()
     for name in dataset.column_names:
         if name in READ_COLUMNS or name in IDENTIFYING_FIELDS:
@@ -131,8 +130,8 @@ def _read_turns(
     else:
         read_features = datasets.Features({"images": PICTURES, **READ_FEATURES})
 
-    # datasets' own fingerprint leaves out the code that `_read_fields` calls. With that fingerprint, turns that an
-    # earlier version of this package has read would be taken from the cache.
+    # datasets' own fingerprint leaves out the code that `_read_fields` calls. With that fingerprint, the cache would
+    # return turns as an earlier version of this package has read them.
     code_hashes = hash_files(Path(__file__).parent, "*.py")
     fingerprint = Hasher.hash([rows_to_read._fingerprint, list(picture_counts), code_hashes])
     return rows_to_read.map(
@@ -151,8 +150,7 @@ def _read_fields(fields: Row, picture_columns: list[str]) -> Row:
         fields[name] = [_PICTURE_IN_COLUMN] * num_pictures
 
     row = read_row(fields)
-    # Malformed turns are kept as they are. They may hold values that JSON can't hold, such as bytes. Of these the
-    # beginning is kept as text.
+    # Malformed turns may hold values that JSON can't, such as bytes. The beginning of such a value is kept as text.
     row["conversations"] = json.dumps(row["conversations"], default=lambda value: str(value)[:80])
     if picture_columns:
         images = row.pop("images")
@@ -249,7 +247,7 @@ class _TypesDifferError(Exception):
 def common_features(source: Source) -> datasets.Features | None:
     """Find features that fit all parquet files of a source.
 
-    By itself, `datasets` takes the types of the first file for all. If a column of the first file is all null or
+    By itself, `datasets` takes the types of the first file for all files. If a column of the first file is all null or
     empty, such as the pictures' column in a shard without pictures, the column has no type in this file, and the next
     file doesn't fit.
 
@@ -289,21 +287,21 @@ def _read_schema(file: Path) -> pa.Schema:
         raise UserError(f"{file}: {error}") from error
 
 
-def _merge_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def _merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     """The type that holds the values of both types: null fits every type, and structs get the fields of both.
 
     Raises:
-        _TypesDifferError: if there is no such type.
+        _TypesDifferError: if no type holds both.
     """
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if _is_list(one) and _is_list(other):
-        return pa.list_(_merge_types(one.value_type, other.value_type))
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
-        fields = {field.name: field.type for field in one}
-        for field in other:
+    if first == second or pa.types.is_null(second):
+        return first
+    if pa.types.is_null(first):
+        return second
+    if _is_list(first) and _is_list(second):
+        return pa.list_(_merge_types(first.value_type, second.value_type))
+    if pa.types.is_struct(first) and pa.types.is_struct(second):
+        fields = {field.name: field.type for field in first}
+        for field in second:
             if field.name in fields:
                 fields[field.name] = _merge_types(fields[field.name], field.type)
             else:

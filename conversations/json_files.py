@@ -1,4 +1,4 @@
-"""Reads JSON files of rows into datasets' cache folder, where the next run finds them."""
+"""Reads JSON files of rows into datasets' cache folder, where the next run finds the rows."""
 
 import hashlib
 import json
@@ -65,9 +65,7 @@ def _image_path(image: Any) -> str:
 
     A value that is not a path becomes a text that names no file, so that `check_row` reports the row.
     """
-    path = image
-    if isinstance(image, dict):
-        path = image.get("path")
+    path = image.get("path") if isinstance(image, dict) else image
     if not isinstance(path, str):
         path = f"{str(image)[:80]} (not a path)"
     # JSON can hold half of a surrogate pair, which Arrow can't store. Here the half becomes "?".

@@ -5,10 +5,11 @@
 | LLaVA, ShareGPT | `conversations` | `from` and `value`, or `role` and `content` |
 | chat messages | `messages` | `role` and `content`, a text or a list of parts |
 | TRL | `prompt`, `completion` | each is a text, or messages |
-| the_cauldron | `texts` | `user` and `assistant` |
+| the_cauldron | `texts` | pairs of `user` and `assistant` |
 
 Pictures are in `image` or `images`, or in the parts of messages. A text in the field `system` becomes the first turn.
-Rows of one file may have different layouts. What is malformed is returned as it is: `check_row` of rows.py reports it.
+Rows of one file may have different layouts. Malformed turns are returned as they are: `check_row` of rows.py reports
+them.
 """
 
 import json
@@ -20,16 +21,16 @@ from common.errors import UserError
 
 
 IMAGE_MARK = "<image>"
-# A row's columns by name; users' rows may be malformed, so the values have no fixed type.
+# A row's values by column. Users' rows may be malformed, so the values have no fixed type.
 Row = dict[str, Any]
 # One turn: `from`, which is "human", "gpt" or "system", and `value`, its text with an `IMAGE_MARK` for each picture.
 Turn = dict[str, Any]
 
 PICTURE_COLUMNS = ("images", "image")
-# LLaVA's name of a role, by each name that rows use for it.
+# LLaVA's names of the roles, by the names that rows use.
 LLAVA_ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
-# Fields about a row as a whole, such as where it comes from or how large its picture is. They hold nothing to learn,
-# so they aren't read, and no warning names them.
+# Fields about a row as a whole, such as its source or its picture's size. They hold nothing to learn, so they aren't
+# read, and no warning names them.
 IDENTIFYING_FIELDS = frozenset({
     "id", "idx", "index", "uid", "uuid", "key", "hash", "__index_level_0__",
     "source", "data_source", "dataset", "split", "license", "model", "lang", "language",
@@ -48,7 +49,7 @@ PAIR_FIELDS = frozenset({"user", "assistant"})
 
 
 class LayoutError(UserError):
-    """Says why a row can't be read, or why its meaning would change if it were read."""
+    """Says why a row can't be read, or can't be read without a change of its meaning."""
 
 
 def read_row(row: Row) -> Row:
@@ -59,18 +60,19 @@ def read_row(row: Row) -> Row:
 
         - `images`: the row's undecoded pictures in order.
         - `conversations`: LLaVA's turns.
-        - `problem`: why the row can't be read; `None` if it can.
-        - `unread`: the names of fields that have content and that nothing reads, as `field` or `messages[].field`.
+        - `problem`: why the row can't be read; `None` for a row without problems.
+        - `unread`: the names of fields that have content and that nothing reads. A field of a turn in `messages` is
+          named `messages[].field`.
     """
     unread = _unread_fields(row, READ_COLUMNS)
     try:
         column = _find_turns_column(row)
         reader = _TurnReader(column)
-        read_turns = TURN_COLUMNS[column]
-        turns = read_turns(row, reader)
+        read_column = TURN_COLUMNS[column]
+        turns = read_column(row, reader)
         pictures = _choose_pictures(row, reader.pictures)
         turns = _add_system(turns, row.get("system"))
-        if column != "conversations":  # LLaVA's turns have to mark their pictures themselves
+        if column != "conversations":  # in LLaVA's layout the turns mark their pictures already
             turns = _mark_pictures(turns, len(pictures))
     except LayoutError as error:
         return {"images": [], "conversations": None, "problem": str(error), "unread": unread}
@@ -86,7 +88,7 @@ def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[s
 
 
 def pictures_in_columns(row: Row) -> list[Any]:
-    """The pictures in a row's columns `images` or `image`. Such a column holds a picture, a list of them, or nothing.
+    """The pictures in a row's column `images` or `image`. Either holds a picture, a list of pictures, or nothing.
 
     Raises:
         LayoutError: if both `images` and `image` hold pictures.
@@ -116,12 +118,12 @@ def has_content(value: Any) -> bool:
 
 
 def unpack_list(entries: Any) -> Any:
-    """Unpack a list of turns or of parts that is stored in another form. Anything else is returned as it is.
+    """The list of turns or of parts that is stored as a dict of lists or as JSON text.
 
-    `datasets` stores a `Sequence` of dicts as a dict of lists, and some datasets store lists as JSON text.
+    `datasets` stores a `Sequence` of dicts as a dict of lists. A value of any other form is returned as it is.
 
     Raises:
-        LayoutError: if the lists of such a dict differ in length.
+        LayoutError: if the lists of a dict differ in length.
     """
     if isinstance(entries, str):
         return _decode_list(entries)
@@ -138,13 +140,13 @@ def _join_columns(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
     num_entries = max(lengths.values(), default=0)  # all lengths are equal
     entries = []
-    for number in range(num_entries):
-        entries.append({name: column[number] for name, column in columns.items()})
+    for index in range(num_entries):
+        entries.append({name: column[index] for name, column in columns.items()})
     return entries
 
 
 def _decode_list(text: str) -> Any:
-    """The list of mappings that a text holds as JSON; the text itself if it holds no such list."""
+    """The list of mappings that a text holds as JSON; any other text is returned as it is."""
     if not text.lstrip().startswith("["):
         return text
     try:
@@ -190,7 +192,7 @@ class _TurnReader:
         llava_role = LLAVA_ROLES[role]
         _refuse_what_changes_training(turn, llava_role)
         self.note_unread(turn, TURN_FIELDS)
-        # A text stays as it is, even if the text is a JSON list, since it is what the turn says.
+        # A text isn't decoded: a JSON list may be what the turn says.
         if not isinstance(content, str):
             content = unpack_list(content)
         if isinstance(content, list):
@@ -241,7 +243,7 @@ class _TurnReader:
 
 
 def _refuse_what_changes_training(turn: dict[str, Any], llava_role: str) -> None:
-    """Refuse a turn that other trainers treat unlike the rest: one with tool calls, or an answer with a weight."""
+    """Refuse a turn that other trainers would train otherwise: a turn with tool calls, or an answer with a weight."""
     if has_content(turn.get("tool_calls")):
         raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
     if llava_role != "gpt":
@@ -280,7 +282,7 @@ def _part_pictures(part: dict[str, Any]) -> list[Any]:
 
 
 def _filled_field(turn: dict[str, Any], name: str, other_name: str) -> Any:
-    """Of two fields, the value of the one that has content. If neither has content, the first value that isn't null.
+    """The value of whichever of two fields has content. If neither has content, the first value that isn't null.
 
     Raises:
         LayoutError: if both fields have content.
@@ -327,7 +329,7 @@ def _read_text_or_messages(row: Row, column: str, role: str, reader: _TurnReader
 
 
 def _are_messages(entries: Any) -> bool:
-    """Whether entries that a text holds as JSON are messages, which have roles. An answer can be another JSON list."""
+    """Whether `entries`, decoded from a text, are messages, which have roles. An answer can be any JSON list."""
     if not isinstance(entries, list) or not entries:
         return False
     return all("role" in entry or "from" in entry for entry in entries)
@@ -399,7 +401,7 @@ def _choose_pictures(row: Row, pictures_in_messages: list[Any]) -> list[Any]:
 
 
 def _add_system(turns: Any, system: Any) -> Any:
-    """The turns. If the field `system` has a text, a system turn with this text comes before them."""
+    """The turns, after a system turn if the field `system` has a text."""
     if not has_content(system) or not isinstance(turns, list):
         return turns
     if any(isinstance(turn, dict) and turn.get("from") == "system" for turn in turns):
@@ -408,12 +410,16 @@ def _add_system(turns: Any, system: Any) -> Any:
 
 
 def _mark_pictures(turns: Any, num_pictures: int) -> Any:
-    """The turns. If none of them marks a picture, the first question begins with marks for all pictures, as in TRL."""
+    """Put marks for all pictures before the first question, as TRL does, unless a turn already has a mark.
+
+    Returns:
+        The turns, which are unchanged if one is malformed.
+    """
     if not num_pictures or not isinstance(turns, list):
         return turns
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            return turns  # a turn is malformed, which `check_row` reports
+            return turns  # `check_row` reports the malformed turn
         if IMAGE_MARK in turn["value"]:
             return turns
 

@@ -1,7 +1,7 @@
 """Loads rows from JSON or parquet files, or from a dataset on disk or on the Hub, also as a stream.
 
-The rows may have any layout of `conversations/layouts.py`. They are returned in the layout of `conversations/rows.py`,
-which is "our layout" here, with their pictures undecoded.
+The rows may have any layout of `conversations/layouts.py`. They are returned with their pictures undecoded, in the
+layout of `conversations/rows.py`, which is called "our layout" below.
 """
 
 import hashlib
@@ -42,17 +42,17 @@ def load_rows(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load the rows of a file, of files that a pattern matches, of a folder, or of a dataset on disk or on the Hub.
 
-    JSON files are converted once, into datasets' cache folder, and rows are memory-mapped from there. A warning names
-    the fields that have content and that nothing reads.
+    JSON files are converted once, into datasets' cache folder, and rows are memory-mapped from that folder. A warning
+    names the fields that have content and that nothing reads.
 
     Args:
         name: The file, pattern, folder or Hub id.
-        image_folder: The folder that picture paths are relative to, by default that of the file or dataset. Rows on
-            the Hub need it if their pictures are paths.
+        image_folder: The folder that picture paths are relative to, by default the folder of the file or dataset. Rows
+            on the Hub need an image folder if their pictures are paths.
         config: The configuration, if the dataset has several.
         split: The split.
-        streaming: Whether to return a stream. It reads parquet files, folders of loose files and datasets on the Hub
-            while its rows are used. JSON files, and folders that `save_to_disk` wrote, are read first.
+        streaming: Whether to return a stream. A stream reads parquet files, folders of loose files and datasets on the
+            Hub while its rows are used. JSON files, and folders that `save_to_disk` wrote, are read first.
 
     Raises:
         UserError: if the file, folder, split or configuration doesn't exist, holds no rows, or can't be read.
@@ -83,7 +83,7 @@ def _absolute_folder(source: Source, image_folder: str | None) -> str:
 
 
 def _load_stored_rows(source: Source, config: str | None, split: str) -> datasets.Dataset:
-    """The rows with their stored columns. Only the rows of JSON files are in our layout already."""
+    """The rows as they are stored. Only the rows of JSON files are in our layout already."""
     if source.kind == "dataset":
         return _load_dataset(source, config, split)
 

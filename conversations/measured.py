@@ -33,8 +33,8 @@ BATCH_SIZE = 100
 # The number of rows whose pictures' paths are in memory at a time.
 PATHS_BATCH_SIZE = 1000
 # The columns that `tokenize_rows` returns. `conversations` holds the turns as JSON text. `RowTokenizer` describes
-# `input_ids` to `length`, and `_checksum` describes `checksum`. In a good row `problem` is "". In a bad row all
-# columns but `problem` are null.
+# `input_ids` to `length`, and `_checksum` describes `checksum`. A good row's `problem` is "". A bad row has only a
+# `problem`; its other columns are null.
 FEATURES = Features(
     {
         "conversations": Value("string"),
@@ -88,8 +88,8 @@ class RowCheck:
 def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None) -> Dataset:
     """Check and tokenize every row, in `num_proc` processes.
 
-    The result is kept in datasets' cache folder. The next run uses it unless a row has changed, or the path, size or
-    modification time of a picture file, or something that the check depends on.
+    The result is kept in datasets' cache folder. The next run uses the kept result unless one of these has changed: a
+    row, the path, size or modification time of a picture file, or something else that the check depends on.
 
     Returns:
         A row with the columns of `FEATURES` for each row of `dataset`, in the same order.
@@ -127,7 +127,7 @@ def _fingerprint(dataset: Dataset, check: RowCheck) -> str:
         tokenize.max_length,
         tokenize.max_positions,
         tokenize.max_tiles,
-        tokenize.processor.image_processor.to_json_string(),  # the number of a picture's tiles depends on it
+        tokenize.processor.image_processor.to_json_string(),  # settings such as the number of tiles
         check.open_pictures,
         hash_files(Path(__file__).parent, "*.py"),  # the code of this package
         transformers.__version__,
@@ -138,7 +138,7 @@ def _fingerprint(dataset: Dataset, check: RowCheck) -> str:
 def _hash_picture_files(dataset: Dataset) -> str:
     """A hash of the paths, sizes and modification times of all picture files.
 
-    The fingerprint that `datasets` gives a dataset doesn't change when these files do.
+    The fingerprint that `datasets` gives a dataset doesn't change when such a file changes.
     """
     states_hash = hashlib.sha256()
     image_folder = dataset[0]["image_folder"]  # the same for all rows
@@ -152,7 +152,7 @@ def _hash_picture_files(dataset: Dataset) -> str:
 def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
     """The paths of pictures that are files outside the dataset, in batches.
 
-    The paths are selected in Arrow. Rows in Python would also load the pictures that are inside the dataset.
+    The paths are selected in Arrow, since rows in Python would also load the pictures inside the dataset.
     """
     columns = [name for name in PICTURE_COLUMNS if name in dataset.column_names]
     if not columns:
@@ -161,7 +161,7 @@ def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
     for table in arrow_rows.iter(PATHS_BATCH_SIZE):
         for column in table.columns:
             for chunk in column.chunks:
-                # A row holds a picture, or a list of pictures.
+                # In each row the column holds a picture, or a list of pictures.
                 pictures = chunk if pa.types.is_struct(chunk.type) else chunk.flatten()
                 is_file = pictures.field("bytes").is_null()
                 yield pictures.field("path").filter(is_file).to_pylist()
@@ -169,7 +169,7 @@ def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
 
 def _file_state(image_folder: str, path: str | None) -> tuple[str | None, int, int]:
     """The path of a picture, and the size and modification time of its file. If there is no file, both are 0."""
-    if not path:  # joined with the image folder, it would give the state of the folder itself
+    if not path:  # joined with the image folder, an empty path would mean the folder itself
         return path, 0, 0
     try:
         status = os.stat(os.path.join(image_folder, path))
@@ -202,14 +202,15 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
         check: Tokenizes the row.
 
     Raises:
-        BadRowError: if the disk is at fault. A problem of the row would stay in the cache after the disk is mended.
+        BadRowError: if the disk is at fault. A problem that is returned would stay in the cache after the disk is
+            mended.
     """
     try:
         image_sizes = content_check.result()  # raises what the call raised
         conversations = json.dumps(row_turns(row), default=str)
         tokens = check.tokenize(row, image_sizes)
     except BadRowError as error:
-        # Only an error of the operating system has a number. A broken picture raises errors without one.
+        # An error of the operating system has an `errno`. The error that a broken picture raises has none.
         is_disk_fault = getattr(error.__cause__, "errno", None) is not None
         if is_disk_fault:
             raise
@@ -224,7 +225,7 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
 def _checksum(row: Row, conversations: str) -> int:
     """A checksum of a row's conversation and of its pictures' names and sizes.
 
-    It stays the same if the image folder is moved.
+    If the image folder is moved, the checksum stays the same.
     """
     names_and_sizes = []
     for image in row_images(row):
@@ -263,8 +264,7 @@ def keep_good_rows(
         if report_file is not None:
             _report_bad_rows(problems, len(dataset), report_file)
 
-    # `tokens` has the turns too, all in the same form, so the dataset's own are left out. So is `problem`, which good
-    # rows don't have.
+    # The turns are taken from `tokens`, where all have the same form. Good rows have no `problem`.
     left_out = [name for name in ("conversations", "problem") if name in dataset.column_names]
     good = _join(dataset.remove_columns(left_out), tokens.remove_columns("problem"))
     if is_bad.any():
@@ -304,8 +304,8 @@ def _report_bad_rows(problems: Dataset, num_rows: int, report_file: Path) -> Non
     """Add the `source` and the `problem` of each bad row to a file of JSON lines."""
     report_file.parent.mkdir(parents=True, exist_ok=True)
     with report_file.open("a", encoding="utf-8") as file:
-        for problem in problems:
-            file.write(json.dumps(problem) + "\n")
+        for bad_row in problems:
+            file.write(json.dumps(bad_row) + "\n")
     logger.warning("Left out %d of %d rows; listed with reasons in %s", len(problems), num_rows, report_file)
 
 

@@ -47,8 +47,7 @@ def _open_file(image: Any, path: str | None) -> BinaryIO:
     """The encoded picture as an open file: the file at its path, or one in memory if the row holds the bytes."""
     if path is None:
         return BytesIO(image["bytes"])
-    # Pillow gets an open file. If it got the path, it would map an uncompressed file into memory, and then it doesn't
-    # turn a TIFF upright.
+    # From a path, Pillow would map an uncompressed file into memory, and then wouldn't turn a TIFF upright.
     return open(path, "rb")
 
 

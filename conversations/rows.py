@@ -1,13 +1,13 @@
 """Rows in the one layout that the rest of the code uses, and the check that finds bad rows.
 
-`conversations/layouts.py` reads other layouts into this one. A row has these fields:
+`conversations/layouts.py` converts rows of other layouts. A row in this layout has these fields:
 
-- `images` or `image`: its pictures, as paths or as what `datasets.Image(decode=False)` gives: a dict with `bytes` and
-  `path`, of which one may be null.
+- `images` or `image`: its pictures. Each is a path, or a dict as from `datasets.Image(decode=False)`, with `bytes` and
+  `path`, one of which may be null.
 - `image_folder`: the folder that paths are relative to, as an absolute path without `..`, as `load_rows` writes it.
 - `conversations`: LLaVA's turns with `from` and `value`.
 - `source`: the file or dataset and the row's number, for messages.
-- `problem`: why the row's own layout couldn't be read; null or missing if it could be.
+- `problem`: why the row couldn't be read from its own layout; null or missing in all other rows.
 """
 
 import json
@@ -22,7 +22,7 @@ from common.errors import UserError
 from conversations.layouts import IMAGE_MARK, LLAVA_ROLES, LayoutError, Row, pictures_in_columns
 
 
-# The name of each role in chat messages, by LLaVA's name of it.
+# The roles' names in chat messages, by LLaVA's names.
 CHAT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 # How many characters of a path an error message shows.
 LONGEST_PATH = 200
@@ -33,8 +33,8 @@ class BadRowError(UserError):
 
     Attributes:
         source: The file or dataset, and the row's number.
-        problem: What is wrong, without a full stop. It is empty in an error that a data loader raises anew after its
-            worker has raised it, since the loader gives only the whole message, which becomes the `source`.
+        problem: What is wrong, without a full stop. Empty if a data loader raises a worker's error again: the loader
+            passes on only the whole message, as the `source`.
     """
 
     def __init__(self, source: str, problem: str = "") -> None:
@@ -148,8 +148,7 @@ def _split_at_marks(text: str) -> list[dict[str, str]]:
 def control_token_pattern(tokenizer: PreTrainedTokenizerBase, image_token: str) -> re.Pattern[str]:
     """A pattern that finds what a tokenizer reads as a control token: its special tokens and the image token.
 
-    The pattern doesn't find `<image>`, with which rows mark their pictures. For a tokenizer without control tokens it
-    finds nothing.
+    The pattern doesn't find `<image>`, with which rows mark their pictures.
     """
     tokens = {*tokenizer.all_special_tokens, image_token}
     for added_token in tokenizer.added_tokens_decoder.values():
@@ -158,9 +157,9 @@ def control_token_pattern(tokenizer: PreTrainedTokenizerBase, image_token: str) 
     tokens -= {IMAGE_MARK, ""}
 
     if not tokens:
-        return re.compile(r"(?!)")  # matches nowhere, while an empty pattern would match everywhere
+        return re.compile(r"(?!)")  # matches nothing, while an empty pattern would match everywhere
 
-    # If one token begins with another, the pattern has to find the longer one, which an error message then names.
+    # If one token begins with another, the pattern has to find the longer token, since an error message names it.
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(re.escape(token) for token in longest_first))
 

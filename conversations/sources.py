@@ -10,10 +10,12 @@ from common.errors import UserError
 
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-# Suffixes of files that `load_dataset` reads. If a folder has such files, they hold its rows, and JSON files don't.
+# Suffixes of files of rows that a user can name.
+ROW_FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
+# Suffixes of files that `load_dataset` reads. In a folder with such files, JSON files hold no rows.
 DATASET_SUFFIXES = (".parquet", ".arrow", ".tar")
-# Files that describe the pictures of their folder. `load_dataset` reads them together with the pictures (as an
-# `imagefolder`), so in such a folder too no JSON file is read here.
+# Files that describe the pictures of their folder. `load_dataset` reads these files together with the pictures (as an
+# `imagefolder`). In a folder with such a file, other JSON files hold no rows.
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 # JSON files that come with a saved dataset or a repository, and hold no rows.
 FILES_WITHOUT_ROWS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
@@ -45,6 +47,8 @@ class Source:
     def folder(self) -> str:
         """The folder that paths of pictures are relative to, unless the user names another.
 
+        For parquet files in several folders, this is the first of the folders.
+
         Raises:
             UserError: if there are JSON files in several folders.
         """
@@ -61,11 +65,11 @@ class Source:
 def find_source(name: str) -> Source:
     """What `name` means: a file, a pattern such as `data/*.parquet`, a folder, or a Hub id.
 
-    A folder that holds one JSON file, as LLaVA's does beside its pictures, means that file.
+    A folder with one JSON file beside its pictures, such as LLaVA's, means this file.
 
     Raises:
         UserError: if no file matches a pattern, a file doesn't exist or is of no known kind, or a folder holds several
-            JSON files. (`load_dataset` would give all of them the types of the first.)
+            JSON files. (`load_dataset` would give all files the types of the first file.)
     """
     name = os.path.expanduser(name)
     # The name of an existing file or folder can contain a pattern's characters too, such as "[".
@@ -76,14 +80,14 @@ def find_source(name: str) -> Source:
         return _source_of_files(name, matches)
 
     path = Path(name)
-    # With the suffix of a file of rows, a name is that of a file, even if the file is missing.
-    if path.is_file() or path.suffix.lower() in (*JSON_SUFFIXES, ".parquet"):
+    # A name with the suffix of a file of rows means a file, even if the file is missing.
+    if path.is_file() or path.suffix.lower() in ROW_FILE_SUFFIXES:
         return _source_of_files(name, [path])
     if any((path / file).exists() for file in SAVED_FILES):
         return Source(name, "saved")
-    if not path.is_dir():
-        return Source(name, "dataset")
-    return _source_of_folder(name, path)
+    if path.is_dir():
+        return _source_of_folder(name, path)
+    return Source(name, "dataset")  # any other name is taken for a Hub id
 
 
 def _source_of_files(name: str, files: list[Path]) -> Source:
@@ -97,12 +101,16 @@ def _source_of_files(name: str, files: list[Path]) -> Source:
         return Source(name, "json", files)
     if suffixes == {".parquet"}:
         return Source(name, "parquet", files)
-    readable = ", ".join((*JSON_SUFFIXES, ".parquet"))
-    raise UserError(f"{name}: rows are read from files that end with {readable}, all of one kind.")
+    suffix_list = ", ".join(ROW_FILE_SUFFIXES)
+    raise UserError(f"{name}: rows are read from files that end with {suffix_list}, all of one kind.")
 
 
 def _source_of_folder(name: str, folder: Path) -> Source:
-    """The source of a folder: its JSON file if there is exactly one, or a dataset if there is none."""
+    """The source of a folder: the folder's only JSON file, or a dataset if there are no JSON files.
+
+    Raises:
+        UserError: if there are several JSON files, or the only JSON file is in a subfolder.
+    """
     files = _find_json_files(folder)
     if not files:
         return Source(name, "dataset")

@@ -19,20 +19,20 @@ IGNORED = -100
 class RowTokenizer:
     """Adds `input_ids`, `labels`, `tiles_per_image`, `num_tiles` and `length` to a row.
 
-    - `input_ids` and `labels` are of the same length. Each picture has a single image token in them. The collator of
-      training repeats it `tokens_per_tile` times for each tile of the picture.
+    - `input_ids` and `labels` are of the same length. Each picture has a single token in `input_ids`, the image token.
+      The training collator repeats this token `tokens_per_tile` times for each tile of the picture.
     - `tiles_per_image` has the number of tiles of each picture, and `num_tiles` is their sum. A thumbnail is a tile
       too, and a picture that isn't cut is one tile.
-    - `length` is the number of tokens after this repetition.
+    - `length` is the number of tokens after the image tokens are repeated.
     - A label is -100 unless the template marks its token with `{% generation %}`. The first token's label is always
-      -100, since no token comes before it from which it could be predicted.
+      -100.
 
     Args:
         processor: The model's processor.
         chat_template: The Jinja template that writes a row as text.
         max_length: The largest `length` allowed. Longer rows are refused, never cut.
         max_positions: The decoder's number of positions. Rows with a larger `length` are refused too.
-        max_tiles: The largest number of tiles that a picture is cut into. By default it is the image processor's.
+        max_tiles: The largest number of tiles that a picture is cut into; `None` stands for the image processor's own.
 
     Attributes:
         tokens_per_tile: The number of image tokens that the decoder gets for each tile.
@@ -67,7 +67,7 @@ class RowTokenizer:
 
         Args:
             row: The row.
-            image_sizes: Width and height of each picture, where `needs_image_sizes` says that they are needed.
+            image_sizes: Width and height of each picture; required if `needs_image_sizes` is true.
 
         Raises:
             BadRowError: if the row is too long, or has nothing that the model could be trained on.
@@ -81,7 +81,7 @@ class RowTokenizer:
         tiles_per_image = self._count_tiles(num_images, image_sizes)
         num_tiles = sum(tiles_per_image)
 
-        # Each picture has one token in `input_ids`. The collator replaces this token by those of all tiles.
+        # Each picture's token is replaced by the tokens of its tiles.
         length = len(input_ids) - num_images + num_tiles * self.tokens_per_tile
         self._check_length(row, length)
 
@@ -94,17 +94,18 @@ class RowTokenizer:
         return {**row, **tokenized, "tiles_per_image": tiles_per_image, "num_tiles": num_tiles}
 
     def repeat_at_pictures(self, values: list[int], row: Row) -> list[int]:
-        """The values, with those at image tokens repeated, so that there is one for each image token of the decoder.
+        """The values, repeated where the collator repeats image tokens.
 
         Args:
-            values: One value for each of the row's `input_ids`, such as its label.
-            row: A tokenized row, in whose `input_ids` each picture has a single image token.
+            values: One value for each of the row's `input_ids`, such as the labels.
+            row: A tokenized row.
         """
-        tiles_of_next_image = iter(row["tiles_per_image"])
+        tiles_per_image = iter(row["tiles_per_image"])
         repeated: list[int] = []
         for value, token in zip(values, row["input_ids"], strict=True):
             if token == self.processor.image_token_id:
-                repeated += [value] * (next(tiles_of_next_image) * self.tokens_per_tile)
+                num_tokens = next(tiles_per_image) * self.tokens_per_tile
+                repeated += [value] * num_tokens
             else:
                 repeated.append(value)
         return repeated
@@ -159,7 +160,7 @@ class RowTokenizer:
             labels.append(token if is_trained else IGNORED)
 
         if labels:
-            labels[0] = IGNORED
+            labels[0] = IGNORED  # no token comes before the first, so nothing predicts it
         return labels
 
 

@@ -1,6 +1,6 @@
 """The NormLlava model classes.
 
-Importing this package registers them with transformers' auto classes, so that a program that imports it needs no
+Importing this package registers the classes with transformers' auto classes, so that loading a model needs no
 `trust_remote_code`.
 """
 
@@ -28,13 +28,13 @@ def _register(
     model: type[NormLlavaModel],
     model_with_lm_head: type[NormLlavaForConditionalGeneration],
 ) -> None:
-    """Let transformers' auto classes find the classes of one model type."""
+    """Register the classes of one model type with transformers' auto classes."""
     AutoConfig.register(config.model_type, config)
-    # A model with tiles needs this class. The folder of a model without tiles names Llava's own processor, and
-    # AutoProcessor loads that one instead.
+    # Only a model with tiles needs NormLlavaProcessor. The folder of a model without tiles names Llava's processor, so
+    # AutoProcessor loads Llava's.
     AutoProcessor.register(config, NormLlavaProcessor)
     AutoModel.register(config, model)
-    AutoModelForCausalLM.register(config, model_with_lm_head)  # text-only tools load a model with this class
+    AutoModelForCausalLM.register(config, model_with_lm_head)  # for text-only tools
     AutoModelForImageTextToText.register(config, model_with_lm_head)
     AutoModelForMultimodalLM.register(config, model_with_lm_head)
 

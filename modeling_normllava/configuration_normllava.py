@@ -13,12 +13,11 @@ ProjectorNorm = Literal["gwc", "layernorm", "none"]
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
-    Configuration of a NormLlava model. To [`LlavaConfig`] it adds three fields about the norm, one about merged
-    patches, and three records.
+    Configuration of a NormLlava model: [`LlavaConfig`] with the settings of the norm and of merged patches, and with
+    three records of how the model began.
 
-    The model itself doesn't use the records. The model's card reads from them how the projector began. They are kept
-    in the config, because only the config stays with a model from composing, through each training stage, to the
-    release.
+    The records are for the model's card. They are kept in the config, because only the config stays with a model
+    from composing, through each training stage, to the release.
 
     Args:
         projector_norm (`str`, *optional*, defaults to `"gwc"`):
@@ -26,13 +25,13 @@ class NormLlavaConfig(LlavaConfig):
             `"layernorm"`: the same forward pass, with LayerNorm's own gradient. `"none"`: no norm, as in Llava.
         projector_norm_target (`float`, *optional*):
             T, the L2 norm that image tokens start at (eq. 11). A new LayerNorm gets the gain `T / sqrt(hidden_size)`,
-            with the decoder's hidden size. `None` leaves the gain at 1, as in the row of the paper's Table 5 with
-            default initialisation.
+            with the decoder's hidden size. `None` leaves the gain at 1: default initialisation in the paper's
+            Table 5.
         projector_norm_eps (`float`, *optional*, defaults to 1e-5):
-            The number that LayerNorm adds to the variance under the square root (eq. 22, 23).
+            LayerNorm's epsilon (eq. 22, 23).
         spatial_merge_size (`int`, *optional*, defaults to 1):
-            The side, in patches, of the squares of neighbouring patches that are joined into one image token before
-            the projector, as in Qwen2-VL: 2 makes 144 tokens of 24 x 24 patches. 1 leaves every patch its own token.
+            Each square of neighbouring patches becomes one image token, as in Qwen2-VL. This is the square's side in
+            patches: 2 makes 144 tokens of 24 x 24 patches, and 1 makes a token of each patch.
         projector_scaled (`bool`, *optional*, defaults to `False`):
             Record: whether a new projector without a norm was scaled so that image tokens started at T.
         projector_aligned (`bool`, *optional*, defaults to `False`):
@@ -54,14 +53,14 @@ class NormLlavaConfig(LlavaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # Saving a model would add only that model's class to `auto_map`, so all classes are listed here. This list
-        # replaces the list of a config that was loaded: a config from the Hub has its repository's name before each
-        # class ("owner/name--modeling_..."), and a copy that is saved elsewhere would still load its code from there.
+        # Saving a model would add only that model's class to `auto_map`, so all classes are listed here. A config that
+        # was loaded from the Hub has its repository's name before each class ("owner/name--modeling_..."). Its list is
+        # replaced too, or a copy of the model would still load its code from that repository.
         with_lm_head = "modeling_normllava.NormLlavaForConditionalGeneration"
         self.auto_map = {
             "AutoConfig": "configuration_normllava.NormLlavaConfig",
             "AutoModel": "modeling_normllava.NormLlavaModel",
-            "AutoModelForCausalLM": with_lm_head,  # text-only tools load a model with this class
+            "AutoModelForCausalLM": with_lm_head,  # for text-only tools
             "AutoModelForImageTextToText": with_lm_head,
             "AutoModelForMultimodalLM": with_lm_head,
         }

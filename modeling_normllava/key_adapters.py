@@ -1,7 +1,7 @@
 """NormLlava with key adapters: low-rank updates of the decoder's keys, one for text tokens and one for image tokens.
 
-The method is MaLoRA's (arXiv 2510.26721). Only the abstract was available, so the gate is this project's own choice.
-A checkpoint folder has a copy of this file if its model has key adapters.
+The method is MaLoRA's (arXiv 2510.26721). Only the paper's abstract was available, so the gate of `KeyAdapter` is this
+project's own choice. A checkpoint folder has a copy of this file if its model has key adapters.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ class NormLlavaKeyAdapterConfig(NormLlavaConfig):
     Args:
         key_adapter_rank (`int`, *optional*, defaults to 16): The rank of the updates of the keys.
         key_adapter_alpha (`float`, *optional*, defaults to 32): The updates are scaled by alpha / rank.
-        key_adapter_dropout (`float`, *optional*, defaults to 0.05): Dropout on the hidden states that the low-rank
-            matrix A of [`KeyAdapter`] multiplies.
+        key_adapter_dropout (`float`, *optional*, defaults to 0.05): Dropout on the hidden states that are multiplied
+            by [`KeyAdapter`]'s matrix A.
     """
 
     model_type = "normllava_key_adapters"
@@ -58,18 +58,19 @@ class KeyAdapter(nn.Module):
         super().__init__()
         rank = config.key_adapter_rank
         in_features = key_projection.in_features
-        weight = key_projection.weight
+        out_features = key_projection.out_features
         self.scaling = config.key_adapter_alpha / rank
         self.dropout = nn.Dropout(config.key_adapter_dropout)
+
+        weight = key_projection.weight
         like_weight: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.down = nn.Parameter(torch.empty(2, rank, in_features, **like_weight))  # A, which is filled below
-        self.up = nn.Parameter(torch.zeros(2, rank, key_projection.out_features, **like_weight))  # B, transposed
+        self.up = nn.Parameter(torch.zeros(2, rank, out_features, **like_weight))  # B, transposed
         self.gate_weight = nn.Parameter(torch.zeros(2, in_features, **like_weight))  # w
         self.gate_bias = nn.Parameter(torch.zeros(2, **like_weight))  # c
 
-        # A starts at random, as in LoRA. It is filled here and not in `_init_weights` of a class in this file, because
-        # for modules inside the decoder transformers calls the `_init_weights` of the decoder's class.
-        # (`from_pretrained` calls no `_init_weights` for key adapters: it refuses a checkpoint without their weights.)
+        # A starts at random, as in LoRA. An `_init_weights` in this file couldn't fill A: for modules inside the
+        # decoder, transformers calls the `_init_weights` of the decoder's class.
         bound = in_features**-0.5
         nn.init.uniform_(self.down, -bound, bound)
 
@@ -78,7 +79,7 @@ class KeyAdapter(nn.Module):
 
         Args:
             hidden_states: `(..., in_features)`.
-            is_image_token: Boolean, `(...)`.
+            is_image_token: Boolean, `(...)`; all other tokens are text.
 
         Returns:
             `(..., out_features)`.
@@ -91,15 +92,16 @@ class KeyAdapter(nn.Module):
         # A h for both modalities, times their factors.
         both_downs = self.down.flatten(0, 1)  # [2 * rank, in_features]
         low_rank = nn.functional.linear(self.dropout(hidden_states), both_downs)  # [..., 2 * rank]
-        low_rank = low_rank.unflatten(-1, (2, -1)) * factors[..., None]  # [..., 2, rank]
+        low_rank = low_rank.unflatten(-1, (2, -1))  # [..., 2, rank]
+        low_rank = low_rank * factors[..., None]  # [..., 2, rank]
 
-        # The product adds up B A h over both modalities. For each token, one of them was multiplied by 0.
+        # The product sums B A h over both modalities. The modality that a token doesn't have adds 0.
         both_ups = self.up.flatten(0, 1)  # [2 * rank, out_features]
         return low_rank.flatten(-2) @ both_ups  # [..., out_features]
 
 
 class AdaptedKeyProjection(nn.Module):
-    """A decoder layer's `k_proj`, to whose keys a [`KeyAdapter`] adds its update."""
+    """A decoder layer's `k_proj`, with a [`KeyAdapter`] that adds an update to each key."""
 
     def __init__(self, base: nn.Linear, config: NormLlavaKeyAdapterConfig) -> None:
         super().__init__()
@@ -110,8 +112,8 @@ class AdaptedKeyProjection(nn.Module):
         """Compute the keys before rotary embedding.
 
         Args:
-            hidden_states: `(batch_size, sequence_length, hidden_size)`, after the layer's norm. `hand_over_mask` has
-                given the tensor an attribute `visual_token_mask`, `(batch_size, sequence_length)`.
+            hidden_states: `(batch_size, sequence_length, hidden_size)`, after the layer's norm. The tensor has an
+                attribute `visual_token_mask`, `(batch_size, sequence_length)`, which `hand_over_mask` sets.
 
         Raises:
             ValueError: if the tensor has no such mask, or a mask of another shape.
@@ -151,13 +153,10 @@ def list_attentions(decoder: nn.Module) -> list[Any]:
         ValueError: if the decoder has no layers, or a layer has no linear `k_proj`.
     """
     layers: Any = getattr(decoder, "layers", [])
-    attentions = []
-    for layer in layers:
-        attention = getattr(layer, "self_attn", None)
-        if isinstance(getattr(attention, "k_proj", None), nn.Linear):
-            attentions.append(attention)
-
-    if not attentions or len(attentions) < len(layers):
+    attentions = [getattr(layer, "self_attn", None) for layer in layers]
+    key_projections = [getattr(attention, "k_proj", None) for attention in attentions]
+    all_are_linear = all(isinstance(projection, nn.Linear) for projection in key_projections)
+    if not attentions or not all_are_linear:
         raise ValueError(
             "Key adapters need a decoder whose layers have a linear self_attn.k_proj; those of "
             f"{type(decoder).__name__} have none."
@@ -171,7 +170,7 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     This boolean tensor of shape `(batch_size, sequence_length)` says which tokens are image tokens. In a call without
     a picture all tokens are text, as are all tokens that generation adds after the prompt.
 
-    From embeddings without token ids the mask can't be made, so callers who give embeddings give the mask too.
+    The mask can't be made from embeddings, so callers who give embeddings without token ids must give the mask too.
     (`generate` accepts no mask.)
     """
     arguments = dict(kwargs)
@@ -182,19 +181,20 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     if input_ids is None or "visual_token_mask" in kwargs:
         return args, kwargs
 
-    # A picture comes as pixels, or as the vision encoder's output where a caller has encoded it before.
+    # A picture comes as pixels, or, if the caller has encoded it already, as the vision encoder's output.
+    has_pixels = arguments.get("pixel_values") is not None
     encoder_outputs = arguments.get("mm_encoder_outputs") or {}
-    has_picture = arguments.get("pixel_values") is not None or encoder_outputs.get("image") is not None
+    has_encoded_picture = encoder_outputs.get("image") is not None
     is_image_token = input_ids == model.config.image_token_id
-    kwargs["visual_token_mask"] = is_image_token & has_picture
+    kwargs["visual_token_mask"] = is_image_token & (has_pixels or has_encoded_picture)
     return args, kwargs
 
 
 def hand_over_mask(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of an attention module: makes `visual_token_mask` an attribute of the hidden states.
+    """Forward pre-hook of an attention module: moves `visual_token_mask` from the arguments to the hidden states.
 
-    The decoder and its layers pass the mask on as an argument, but `k_proj` takes the hidden states alone. Since the
-    mask belongs to the tensor and not to a module, every forward pass has its own mask, even when gradient
+    The decoder and its layers pass the mask on as an argument, but `k_proj` takes the hidden states alone. The mask
+    becomes an attribute of the tensor and not of a module. So every forward pass has its own mask, even when gradient
     checkpointing computes a layer again or another thread runs the model at the same time.
     """
     hidden_states = args[0] if args else kwargs["hidden_states"]

@@ -1,6 +1,6 @@
-"""NormLlava: Llava with one LayerNorm after the projector, whose gain starts image tokens at the norm of text tokens.
+"""NormLlava: Llava with a LayerNorm after the projector, which at first gives image tokens the L2 norm of text tokens.
 
-"The Unseen Bias" (arXiv 2512.08374) describes the method; equation numbers below are that paper's. Saving a model
+"The Unseen Bias" (arXiv 2512.08374) describes the method; the equations named below are that paper's. Saving a model
 copies this file and `configuration_normllava.py` into the checkpoint folder, so these two files import no other file
 of this repository.
 """
@@ -20,21 +20,21 @@ from transformers.utils.versions import require_version
 from .configuration_normllava import NormLlavaConfig
 
 
-# Older versions name the vision encoder's weights differently. They would leave the encoder at random values, with no
-# more than a warning.
+# Older versions name the vision encoder's weights differently, so they would leave the encoder at random values, with
+# only a warning.
 require_version("transformers>=5.18", "NormLlava needs it: pip install -U transformers")
 
 # Lower bound of the mean gain that the gradient is divided by (δ in eq. 25).
 MIN_MEAN_GAIN = 1e-3
 # Weights of a checkpoint that may stay unused: the LM head's, when the model without an LM head is loaded, and the
-# norm's, when a model is loaded with `projector_norm="none"`. They aren't listed in transformers' attribute
-# `_keys_to_ignore_on_load_unexpected`, because vLLM drops what is listed there from every checkpoint.
+# norm's, when a model is loaded with `projector_norm="none"`. If they were listed in transformers' attribute
+# `_keys_to_ignore_on_load_unexpected`, vLLM would drop these weights from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
-# Names of a PEFT adapter's weights, which an adapter's folder must have. The other names that an adapter's loading
-# report lists as missing are those of the base model's weights, or of the state of a quantized weight.
+# Names of the weights that a PEFT adapter's folder must have. An adapter's loading report also lists as missing the
+# base model's weights and the states of quantized weights, which the folder doesn't have.
 ADAPTER_WEIGHT = re.compile(r"\.lora_|\.modules_to_save\..*\.(weight|bias)$")
-# A part of the model, such as the vision tower; where it is `None`, the model builds it from the config.
-Part = nn.Module | None
+# A part of the model, such as the vision tower. For `None`, the model builds the part from its config.
+OptionalPart = nn.Module | None
 
 
 class _CompensatedLayerNormFunction(torch.autograd.Function):
@@ -57,7 +57,8 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_states, weight, bias, mean, rstd = ctx.saved_tensors
         needed_gradients = ctx.needs_input_grad[:3]  # those of hidden_states, weight and bias
-        compensated_weight = weight / weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
+        mean_gain = weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
+        compensated_weight = weight / mean_gain
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad_output, hidden_states, weight.shape, mean, rstd, compensated_weight, bias, needed_gradients
         )
@@ -67,29 +68,30 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
 class Float32LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` (eq. 22, 23) that computes in float32, with float32 parameters in a model of any dtype.
 
-    A bfloat16 gain of 0.0134 can change only in steps of 6e-5, so the updates of training would be rounded away.
+    In bfloat16 a small gain, such as 0.0134, could change only by multiples of 6e-5, so training's smaller updates
+    would be rounded away.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # `from_pretrained` makes the checkpoint's dtype torch's default, so the parameters may not be float32 yet.
+        # The parameters have torch's default dtype, which during `from_pretrained` is the checkpoint's.
         self.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float32LayerNorm":
         """Follow `to`, `half` and the like to another device, but not to a 16-bit dtype."""
 
         def keep_float32(tensor: torch.Tensor) -> torch.Tensor:
-            applied = fn(tensor)
-            if applied.dtype in (torch.float16, torch.bfloat16):
-                return tensor.to(applied.device)
-            return applied
+            converted = fn(tensor)
+            if converted.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(converted.device)
+            return converted
 
         return super()._apply(keep_float32, recurse)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise `hidden_states`; same shape and dtype out."""
-        # At least float32, and float64 where the input or the parameters are float64. Sharded training may cast the
-        # parameters to its compute dtype before this call, so they are cast here as the input is.
+        """Normalise `hidden_states`. The output has the same shape and dtype."""
+        # Compute in at least float32, and in float64 where the input or the parameters are float64. The parameters are
+        # cast too, because in sharded training they may have the compute dtype.
         common_dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
         dtype = torch.promote_types(common_dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -101,12 +103,12 @@ class Float32LayerNorm(nn.LayerNorm):
 
 
 class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
-    """LayerNorm whose input gradient is divided by `max(mean|gain|, 1e-3)` (eq. 12, 24-26).
+    """LayerNorm whose input gradient is divided by `max(mean|gain|, 1e-3)` (eq. 12, 24-26, and App. D).
 
-    The small gain that aligns norms would shrink every gradient that reaches the projector and the vision encoder by
-    the same factor; the division removes the factor. Adam's update doesn't depend on a constant factor on the
-    gradient, so under Adam the division matters little: it changes gradient clipping and how much Adam's epsilon
-    weighs. Source: App. D.
+    The gain that gives image tokens their L2 norm is small. It would shrink every gradient that reaches the projector
+    and the vision encoder by the same factor; the division removes the factor. Adam's update doesn't depend on a
+    constant factor on the gradient, so under Adam the division matters little: it changes gradient clipping, and how
+    much Adam's epsilon weighs.
     """
 
     def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -122,7 +124,7 @@ class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
         super().__init__(config)
         self.spatial_merge_size = config.spatial_merge_size
         if self.spatial_merge_size > 1:
-            # Llava's first layer takes the features of one patch, this one those of a square of patches.
+            # Llava's first layer takes the features of one patch; the new layer takes those of a square of patches.
             merged_size = self.linear_1.in_features * self.spatial_merge_size**2
             self.linear_1 = nn.Linear(merged_size, self.linear_1.out_features, bias=config.multimodal_projector_bias)
 
@@ -151,7 +153,7 @@ def merge_patches(image_features: torch.Tensor, merge_size: int) -> torch.Tensor
     """Join each square of `merge_size` x `merge_size` neighbouring patches into one vector, row by row.
 
     Args:
-        image_features: `(num_images, num_patches, hidden_size)`, with the patches of a square picture row by row.
+        image_features: `(num_images, num_patches, hidden_size)`. The patches come from a square picture, row by row.
         merge_size: The side of a square, in patches.
 
     Returns:
@@ -169,36 +171,40 @@ def merge_patches(image_features: torch.Tensor, merge_size: int) -> torch.Tensor
             "whose side it divides, without a class token (vision_feature_select_strategy 'default' drops it)."
         )
 
-    squares_a_side = side // merge_size
+    squares_per_side = side // merge_size
     # [num_images, row of squares, row in the square, column of squares, column in the square, hidden_size]
-    grid = image_features.unflatten(1, (squares_a_side, merge_size, squares_a_side, merge_size))
+    grid = image_features.unflatten(1, (squares_per_side, merge_size, squares_per_side, merge_size))
     # [num_images, row of squares, column of squares, row in the square, column in the square, hidden_size]
     squares = grid.transpose(2, 3)
-    return squares.reshape(num_images, squares_a_side**2, merge_size**2 * hidden_size)
+    return squares.reshape(num_images, squares_per_side**2, merge_size**2 * hidden_size)
 
 
 class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
-    """What the models with and without the LM head share: the norm's initialisation, and the check of a checkpoint."""
+    """The base of the models with and without the LM head: initialises the norm, and checks that a checkpoint fits."""
 
     config: NormLlavaConfig
-    # Device maps and sharding keep the projector together, as one unit. In sharding all weights of a unit have one
-    # dtype, those of the norm too.
+    # Device maps and sharding keep the projector in one unit. Sharding gives all weights of a unit one dtype, the
+    # norm's weights too.
     _no_split_modules = ["NormLlavaMultiModalProjector"]  # noqa: RUF012 - as transformers has it
-    # The full name, since a bare "norm" would keep every norm of the language model in float32 too.
+    # A bare "norm" would keep every norm of the language model in float32 too.
     _keep_in_fp32_modules_strict = {"multi_modal_projector.norm"}  # noqa: RUF012 - as transformers has it
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # T comes from the config, because on the meta device and during loading there are no embeddings to measure.
+        # The target is in the config, because on the meta device and during loading there are no text embeddings to
+        # measure.
         if isinstance(module, Float32LayerNorm) and self.config.projector_norm_target is not None:
-            init.constant_(module.weight, self.config.projector_norm_target / module.normalized_shape[0] ** 0.5)
+            (hidden_size,) = module.normalized_shape
+            # With a gain of 1, a normalised token has the L2 norm sqrt(hidden_size).
+            gain = self.config.projector_norm_target / hidden_size**0.5
+            init.constant_(module.weight, gain)
 
     @classmethod
     def is_custom_code(cls) -> bool:
         """Return `False`, so that transformers treats this class as one of its own when it loads a checkpoint.
 
-        For custom code transformers would leave the buffers of modules without weights unfilled; Falcon-H1 has such
+        With custom code, transformers leaves the buffers of modules without weights unfilled. Falcon-H1 has such
         modules.
         """
         return False
@@ -215,12 +221,13 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         load = super().from_pretrained
         model, report = load(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
 
-        base_report = report
         if hasattr(model, "peft_config"):
             # The folder holds a PEFT adapter, and the report is about the adapter alone. So the base model is loaded
             # once more, for a report about the base model.
             options = base_options(model, kwargs)
             _, base_report = load(model.name_or_path, *args, output_loading_info=True, **options)
+        else:
+            base_report = report
 
         misfit = describe_misfit(base_report)
         if misfit is not None:
@@ -245,22 +252,22 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
 
 
 def base_options(adapted_model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options for `from_pretrained` to load the base of an adapted model once more, only for its loading report.
+    """The options of `from_pretrained` that load an adapted model's base once more, only for its loading report.
 
-    With them, no weights' data are loaded wherever that is possible.
+    Where possible, they load the names of the weights without the data.
 
     Args:
         adapted_model: A model that was loaded from an adapter's folder.
         options: The options that the adapted model was loaded with.
     """
-    # Without this option transformers would look for an adapter in the base's folder. There is no subfolder "none".
+    # transformers looks for an adapter in the base's folder too. No subfolder has this name, so no adapter is found.
     no_adapter = {"adapter_kwargs": {"subfolder": "none"}}
     quantizer = getattr(adapted_model, "hf_quantizer", None)
     if quantizer is not None and quantizer.pre_quantized:
         # A checkpoint that was saved quantized can't be loaded without its data.
         return options | no_adapter
 
-    # A checkpoint that is quantized only while it is loaded has the same weights' names without quantization.
+    # Any other checkpoint has the same names of weights with and without quantization.
     unquantized = {name: value for name, value in options.items() if name != "quantization_config"}
     return unquantized | no_adapter | {"device_map": "meta"}
 
@@ -283,7 +290,7 @@ def describe_misfit(report: dict[str, Any]) -> str | None:
 
 def describe_keys(keys: Collection[str]) -> str:
     """How many weights there are, the model's parts that they belong to, and the first weight's name."""
-    # A part is such as "vision_tower" of "model.vision_tower.encoder.layers.0.mlp.fc1.bias".
+    # The part of "model.vision_tower.encoder.layers.0.mlp.fc1.bias" is "vision_tower".
     parts = {key.removeprefix("model.").partition(".")[0] for key in keys}
     return f"{len(keys)} of {', '.join(sorted(parts))}, first {min(keys)!r}"
 
@@ -291,7 +298,9 @@ def describe_keys(keys: Collection[str]) -> str:
 class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
     """Vision tower, projector with norm, and language model without its LM head."""
 
-    def __init__(self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None) -> None:
+    def __init__(
+        self, config: NormLlavaConfig, vision_tower: OptionalPart = None, language_model: OptionalPart = None
+    ) -> None:
         super(LlavaModel, self).__init__(config)  # skips LlavaModel.__init__, which builds the parts itself
         self.vision_tower = vision_tower or AutoModel.from_config(config.vision_config)
         self.multi_modal_projector = NormLlavaMultiModalProjector(config)
@@ -302,11 +311,15 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
 class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForConditionalGeneration, GenerationMixin):
     """NormLlava with the language-modelling head (LM head). Its forward pass and its generation are Llava's."""
 
-    # The class of `self.model`, which is the model without the LM head.
+    # The class of `self.model`, the model without the LM head.
     _model_class: type[NormLlavaModel] = NormLlavaModel
 
     def __init__(
-        self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None, lm_head: Any = None
+        self,
+        config: NormLlavaConfig,
+        vision_tower: OptionalPart = None,
+        language_model: OptionalPart = None,
+        lm_head: Any = None,
     ) -> None:
         # Skips LlavaForConditionalGeneration.__init__, which builds the parts itself.
         super(LlavaForConditionalGeneration, self).__init__(config)

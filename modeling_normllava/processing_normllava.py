@@ -17,8 +17,8 @@ class NormLlavaProcessor(LlavaProcessor):
     more tile, the thumbnail. In `pixel_values` the tiles of all pictures follow each other. The names of transformers
     (`num_patches`, `num_image_patches`, `max_patches`) mean tiles by "patches".
 
-    In the prompt, one image token stands for a picture. The processor writes it once for every patch of the vision
-    encoder (or square of merged patches), in all of the picture's tiles.
+    In the prompt, one image token stands for a picture. The processor repeats the token for every patch (or square of
+    merged patches) of all the picture's tiles.
     """
 
     @property
@@ -33,10 +33,10 @@ class NormLlavaProcessor(LlavaProcessor):
             image_inputs: The image processor's output. Its `num_patches` has the number of tiles of each picture.
             image_idx: The picture's number among the pictures of the call, from 0.
         """
-        # All tiles have the same size, so the first one (0) tells how many image tokens each of them has.
-        tokens_of_tile = super().replace_image_token(image_inputs, 0, **kwargs)
+        # All tiles have the same size, so all have the image tokens of tile 0.
+        text_of_tile = super().replace_image_token(image_inputs, 0, **kwargs)
         num_tiles = int(image_inputs["num_patches"][image_idx])
-        return tokens_of_tile * num_tiles
+        return text_of_tile * num_tiles
 
     def _get_num_multimodal_tokens(self, image_sizes: Any = None, **kwargs: Any) -> MultiModalData:
         """The numbers of image tokens (`num_image_tokens`) and of tiles (`num_image_patches`) of each picture.
@@ -55,7 +55,7 @@ class NormLlavaProcessor(LlavaProcessor):
             tiles_of_picture = self.image_processor.get_number_of_image_patches(height, width, kwargs)
             num_tiles.append(tiles_of_picture)
 
-        # Llava's processor gives every picture the image tokens of one tile, so one picture is enough to ask for.
+        # For a picture of any size, Llava's processor counts the image tokens of one tile.
         (tokens_per_tile,) = super()._get_num_multimodal_tokens(image_sizes[:1]).num_image_tokens
         num_image_tokens = [tokens_per_tile * tiles for tiles in num_tiles]
         return MultiModalData(num_image_tokens=num_image_tokens, num_image_patches=num_tiles)

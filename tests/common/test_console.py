@@ -16,7 +16,7 @@ from conversations.loading import load_rows
 
 
 def expect_one_line(message: str, mistake: Callable[[], object]) -> None:
-    """Make a mistake in a command, and expect one line: "error: ", perhaps a path, and the message (a pattern)."""
+    """Make a mistake in a command, and expect one line that begins with "error: " and ends with `message`, a regex."""
     with pytest.raises(SystemExit, match=rf"^error: .*{message}$"), command():
         mistake()
 
@@ -50,7 +50,7 @@ def unpack_pair(pair: list[int]) -> int:
     return first
 
 
-# Bugs in this file. For each: a function that has the bug, and the type and a pattern of the error.
+# Bugs. For each: a function that has the bug, the type of its error, and a regex for the error's message.
 BUGS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "zip": (lambda: list(zip([1], [2, 3], strict=True)), ValueError, r"zip\(\) argument 2 is longer"),
     "unpacking": (lambda: unpack_pair([1, 2, 3]), ValueError, "too many values to unpack"),
@@ -60,9 +60,7 @@ BUGS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("bug", "error", "message"), BUGS.values(), ids=BUGS)
-def test_a_bug_in_this_repository_keeps_its_traceback(
-    bug: Callable[[], object], error: type[Exception], message: str
-) -> None:
+def test_a_bug_keeps_its_traceback(bug: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message), command():
         bug()
 

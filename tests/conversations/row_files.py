@@ -41,11 +41,10 @@ def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json"
         The file of rows.
     """
     write_pictures(folder)
-    text = json.dumps(rows)
-    if name.endswith(".jsonl"):
-        text = "\n".join(json.dumps(row) for row in rows)
+    as_list = json.dumps(rows)
+    as_lines = "\n".join(json.dumps(row) for row in rows)
     path = folder / name
-    path.write_text(text)
+    path.write_text(as_lines if name.endswith(".jsonl") else as_list)
     return path
 
 

@@ -58,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "UltraChat's repeated prompt": {
         "images": ["a.png"],
         "prompt": "What?",
-        "messages": [message("user", "What?"), ANSWER | {"weight": 1}],
+        "messages": [message("user", "What?"), ANSWER | {"weight": 1}],  # 1 is the usual weight
     },
     "turns as JSON text": {"image": "a.png", "conversations": json.dumps(ASKED)},
     "parts as a dict of lists": {
@@ -78,7 +78,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """Write rows as a parquet file that holds the bytes of a.png in place of each picture's name.
 
-    A column that a row lacks is null in this row.
+    `write_pictures` must have written a.png in this folder. A column that a row lacks is null in this row.
     """
     picture = embedded_picture(folder)
     embedded_rows = []
@@ -100,7 +100,7 @@ def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def embedded_picture(folder: Path) -> dict[str, Any]:
-    """The picture a.png of a folder in which `write_pictures` wrote it, as datasets embeds pictures."""
+    """The bytes of the folder's pictures/a.png, in the form in which datasets embeds pictures."""
     return {"bytes": (folder / "pictures" / "a.png").read_bytes(), "path": None}
 
 
@@ -108,7 +108,7 @@ def embedded_picture(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_the_same_row(tmp_path: Path, layout: str, stored: str) -> None:
     two_rows = [LAYOUTS[layout]] * 2
-    path = write_json(tmp_path, two_rows)
+    path = write_json(tmp_path, two_rows)  # also writes a.png
     if stored != "JSON":
         path = write_parquet(tmp_path, two_rows)
     is_stream = stored == "stream"
@@ -160,10 +160,10 @@ def test_a_system_field_is_the_first_turn(tmp_path: Path) -> None:
     parquet_file = write_parquet(tmp_path, rows)
     asked_briefly = [{"from": "system", "value": "Be brief."}, *ASKED]
     for path in (json_file, parquet_file):
-        first, second, third = load_rows(str(path), str(tmp_path / "pictures"))
-        assert row_turns(first) == asked_briefly
-        assert row_turns(second) == ASKED  # an empty text is no system turn
-        assert row_turns(third) == asked_briefly
+        llava_row, row_with_empty_system, messages_row = load_rows(str(path), str(tmp_path / "pictures"))
+        assert row_turns(llava_row) == asked_briefly
+        assert row_turns(row_with_empty_system) == ASKED
+        assert row_turns(messages_row) == asked_briefly
 
 
 def test_one_row_may_have_image_and_the_next_images(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("problem", BAD_ROWS)
-def test_what_would_train_something_else_is_a_bad_row(tmp_path: Path, problem: str) -> None:
+def test_a_row_that_would_train_something_else_is_refused(tmp_path: Path, problem: str) -> None:
     good_row = {"conversations": turns("Hi.", "Hello.")}
     path = write_json(tmp_path, [BAD_ROWS[problem], good_row])
     bad, good = load_rows(str(path), str(tmp_path / "pictures"))
@@ -282,9 +282,9 @@ def test_a_question_without_a_text_is_a_bad_row(tmp_path: Path, column: str) -> 
         check_row(row)
 
 
-def test_what_nothing_reads_is_named_with_its_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # `id` and `source` are known to hold nothing to learn, and empty fields hold nothing at all. So only `caption` is
-    # named, for the rows in which it has a text.
+def test_an_unread_field_is_named_with_its_number_of_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # `id` and `source` hold nothing to learn, and empty fields hold nothing at all. So only `caption` is named,
+    # with a count of two rows.
     row = {"id": 1, "source": "web", "image": "a.png", "caption": "", "boxes": [], "conversations": ASKED}
     rows = [row | {"caption": "a dog"}, row | {"caption": "two dogs"}, row]
     json_file = write_json(tmp_path, rows)
@@ -302,7 +302,7 @@ def test_what_nothing_reads_is_named_with_its_count(tmp_path: Path, caplog: pyte
     assert record.getMessage() == f"{parquet_file}: nothing reads `caption`, which has content"
 
 
-def test_what_nothing_reads_inside_turns_is_named() -> None:
+def test_unread_fields_inside_turns_are_named() -> None:
     part_with_extra_field = TEXT_PART | {"cache_control": {"type": "ephemeral"}}
     answer_with_extra_field = ANSWER | {"reasoning_content": "It barks.", "name": None}
     row = read_row({"messages": [message("user", [part_with_extra_field]), answer_with_extra_field]})
@@ -311,7 +311,7 @@ def test_what_nothing_reads_inside_turns_is_named() -> None:
 
 @pytest.mark.parametrize("text", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', "[]"], ids=["boxes", "empty"])
 def test_a_json_list_without_roles_is_a_text(text: str) -> None:
-    """Such a list can be an answer, as where a model is asked for boxes, and not the messages of a conversation."""
+    """A model that is asked for boxes answers with such a list."""
     row = read_row({"prompt": text, "completion": text})
     assert row["conversations"] == turns(text, text)
 
@@ -325,13 +325,13 @@ def test_messages_as_json_text_are_messages() -> None:
     row = read_row({"prompt": json.dumps(messages[:1]), "completion": json.dumps(messages[1:])})
     assert row["conversations"] == expected
 
-    # UltraChat's repeated prompt
+    # In UltraChat, `prompt` repeats the first message.
     row = read_row({"prompt": "What?", "messages": json.dumps(messages)})
     assert row["problem"] is None
     assert row["conversations"] == expected
 
 
-def test_of_two_fields_for_the_same_the_one_with_content_is_read() -> None:
+def test_of_two_names_for_a_field_the_name_with_content_is_read() -> None:
     question = {"from": "", "role": "user", "value": "", "content": "What?"}
     answer = {"from": "gpt", "role": "", "value": "A dog.", "content": ""}
     row = read_row({"conversations": [question, answer]})
@@ -349,7 +349,7 @@ def test_empty_pictures_are_no_pictures(tmp_path: Path, streaming: bool) -> None
     write_pictures(tmp_path)
     picture = embedded_picture(tmp_path)
     empty = {"bytes": None, "path": None}
-    # For each row, what its column `images` holds, and how many pictures that are.
+    # For each row, the value of its column `images`, and its number of pictures.
     column = [[picture, None], [None], [empty], [], None, [picture, picture]]
     num_pictures = [1, 0, 0, 0, 0, 2]
     picture_type = pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -408,7 +408,7 @@ def test_a_malformed_turn_that_json_cannot_hold_is_a_bad_row(tmp_path: Path) -> 
     bad, good = load_rows(str(tmp_path / "tool.parquet"))
     with pytest.raises(BadRowError, match="turn 0 is not"):
         check_row(bad)
-    check_row(good, needs_answer=False)
+    check_row(good, needs_answer=False)  # the row is only a question
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
@@ -466,7 +466,7 @@ def test_a_dataset_without_turns_names_its_columns(tmp_path: Path) -> None:
 
 
 def test_a_first_shard_whose_pictures_are_all_null_does_not_set_the_types(tmp_path: Path) -> None:
-    """pandas writes a column of nulls alone without a type."""
+    """If all values of a column are null, pandas writes the column without a type."""
     write_pictures(tmp_path)
     shards = tmp_path / "shards"
     shards.mkdir()
@@ -506,7 +506,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# Names of one of the two files: a folder, a file or a pattern.
+# Names that mean one of the two files: a folder, a file or a pattern.
 NAMES = ("llava", "llava/data.json", "llava/*.json", "~/llava", "parquet/train.parquet", "~/parquet/*.parquet")
 
 

@@ -151,6 +151,7 @@ def test_pictures_inside_columns_of_any_type_are_read(tmp_path: Path, column_typ
     assert image.getpixel((0, 0)) == COLOUR
 
 
+# Rows as JSON text.
 ROW = json.dumps({"conversations": turns("Hello.", "Grüße.")}, ensure_ascii=False)
 ROW_WITH_LINE_SEPARATOR = json.dumps({"conversations": turns("a\u2028b", "c")}, ensure_ascii=False)
 

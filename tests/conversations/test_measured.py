@@ -53,21 +53,21 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Notes the rows that are tokenized and whose pictures are opened during a test."""
-    calls = Calls()
-    tokenize_row = RowTokenizer.__call__
-    open_images = measured.open_images
+    noted = Calls()
+    original_call = RowTokenizer.__call__
+    original_open_images = measured.open_images
 
     def note_and_tokenize(tokenize: RowTokenizer, row: Row, image_sizes: list[tuple[int, int]] | None) -> Row:
-        calls.tokenized.append(row_number(row))
-        return tokenize_row(tokenize, row, image_sizes)
+        noted.tokenized.append(row_number(row))
+        return original_call(tokenize, row, image_sizes)
 
     def note_and_open(row: Row) -> Any:
-        calls.opened.append(row_number(row))
-        return open_images(row)
+        noted.opened.append(row_number(row))
+        return original_open_images(row)
 
     monkeypatch.setattr(RowTokenizer, "__call__", note_and_tokenize)
     monkeypatch.setattr(measured, "open_images", note_and_open)
-    return calls
+    return noted
 
 
 def row_number(row: Row) -> str:
@@ -259,7 +259,7 @@ def test_pictures_are_opened_again_if_their_file_has_changed(tmp_path: Path, tok
     # The file 1.png is torn too, but keeps its size. Only its modification time is another.
     torn_of_same_size = torn + b"\0" * (len(encoded) - len(torn))
     (pictures / "1.png").write_bytes(torn_of_same_size)
-    os.utime(pictures / "1.png", (1, 1))  # in 1970; the time of writing may be the old one if the clock is coarse
+    os.utime(pictures / "1.png", (1, 1))  # 1970, since a coarse clock may give both writes the same time
     assert bad_row_numbers() == [1, 2]
 
     (pictures / "1.png").unlink()

@@ -1,4 +1,4 @@
-"""`open_images` opens the pictures of a row as RGB, and names those that it can't read."""
+"""`open_images` opens the pictures of a row as RGB, and names a picture that can't be read."""
 
 from io import BytesIO
 from pathlib import Path
@@ -88,6 +88,13 @@ def test_a_png_with_much_text_is_read(tmp_path: Path) -> None:
     assert open_one(tmp_path / "notes.png").getpixel((0, 0)) == (1, 2, 3)
 
 
+def encoded_noise() -> bytes:
+    """A JPEG of noise. Noise can't be compressed well, so the first half of the file lacks a part of the picture."""
+    file = BytesIO()
+    PILImage.effect_noise((64, 64), 50).save(file, "jpeg")
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("name", ["float.tiff", "torn.jpg", "text.png", "empty.png"])
 def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, name: str) -> None:
     PILImage.new("F", (4, 4)).save(tmp_path / "float.tiff")
@@ -97,13 +104,6 @@ def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, name: str) -> No
     (tmp_path / "empty.png").write_bytes(b"")
     with pytest.raises(BadRowError, match=f"data.json, row 0: image .*{name} can't be read"):
         open_one(tmp_path / name)
-
-
-def encoded_noise() -> bytes:
-    """A JPEG of noise. Noise can't be compressed well, so the first half of the file lacks a part of the picture."""
-    file = BytesIO()
-    PILImage.effect_noise((64, 64), 50).save(file, "jpeg")
-    return file.getvalue()
 
 
 def test_a_picture_without_a_name_is_named_by_its_number() -> None:

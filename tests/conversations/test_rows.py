@@ -65,11 +65,11 @@ def test_an_empty_name_is_no_picture(tmp_path: Path) -> None:
 
 
 def test_a_workers_error_about_a_bad_row_keeps_its_type_and_message() -> None:
-    # A data loader wraps a worker's error with `ExceptionWrapper`, and raises it anew in the main process.
+    # A data loader wraps a worker's error with `ExceptionWrapper`, and raises the error again in the main process.
     try:
         raise BadRowError("data.json, row 1", "broken")
     except BadRowError:
-        wrapped_error = ExceptionWrapper(where="in a worker")
+        wrapped_error = ExceptionWrapper(where="in a worker")  # wraps the error that is being handled
     with pytest.raises(BadRowError, match=r"data.json, row 1: broken\."):
         wrapped_error.reraise()
 
@@ -87,7 +87,7 @@ def test_text_that_would_become_a_control_token_is_refused(family: str, composed
     control_ids = {*tokenizer.all_special_ids, processor.image_token_id}
     control_tokens = set(tokenizer.convert_ids_to_tokens(list(control_ids)))
 
-    for token in control_tokens - {"<image>"}:
+    for token in control_tokens - {"<image>"}:  # the image token of "vicuna", which is also the mark of a picture
         problem = f"contains {re.escape(token)}, which this model's tokenizer reads as a control"
         with pytest.raises(BadRowError, match=f"turn 0 {problem}"):
             check_row(text_row(f"Say {token}.", "No."), pattern)

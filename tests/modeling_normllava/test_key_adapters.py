@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from test_modeling_normllava import FRESH_PROCESS, inputs_for
+from test_modeling_normllava import RELOADING_PROGRAM, inputs_for
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from modeling_normllava import (
@@ -30,7 +30,7 @@ FAMILIES = ("qwen2", "gemma3")
 
 
 def load_with_random_adapters(folder: Path) -> NormLlavaForConditionalGeneration:
-    """Load a model, and give it key adapters of random weights, so large that the logits show them."""
+    """Load a model, and add key adapters with random weights so large that the logits show their effect."""
     model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
     model = add_key_adapters(model, RANK, ALPHA, dropout=0.0).eval()
 
@@ -38,7 +38,7 @@ def load_with_random_adapters(folder: Path) -> NormLlavaForConditionalGeneration
     for name, parameter in model.named_parameters():
         if ".key_adapter." in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-    # A random model attends to all tokens almost alike, so that keys hardly matter. Large queries change this.
+    # A random model attends to all tokens almost alike. With larger queries the keys matter.
     for layer in model.model.language_model.layers:
         layer.self_attn.q_proj.weight.data *= 20
     return model
@@ -56,7 +56,7 @@ def processor(composed: Callable[..., Path]) -> Any:
 
 @pytest.fixture
 def batch(processor: Any, picture: Image.Image) -> dict[str, torch.Tensor]:
-    """Three rows, padded on the left: with a picture, with two pictures and with none."""
+    """Three prompts, padded on the left: with a picture, with two pictures and with none."""
     turned_picture = picture.transpose(Image.Transpose.ROTATE_180)
     texts = ["Say.", "What is this picture of?", "A text alone."]
     return inputs_for(processor, [[picture], [picture, turned_picture], []], texts)
@@ -144,7 +144,7 @@ def test_a_padded_batch_has_its_image_tokens_marked(
     is_image_token = inputs["input_ids"] == model.config.image_token_id
     assert is_image_token.sum(1).tolist() == [4, 8, 0]  # 4 image tokens for each picture
 
-    calls: list[Any] = []  # for each call of a `k_proj`: module, arguments and output
+    calls: list[Any] = []  # (module, arguments, output) of each call of a `k_proj`
     layers = model.model.language_model.layers
     for layer in layers:
         layer.self_attn.k_proj.register_forward_hook(lambda *call: calls.append(call))
@@ -168,7 +168,7 @@ def test_all_ways_to_give_pictures_and_tokens_give_the_same_states(
     is_image_token = input_ids == model.config.image_token_id
     mask = {"visual_token_mask": is_image_token}
 
-    # What the model itself makes of token ids and pictures before it calls the decoder.
+    # The same steps as in the model before it calls the decoder.
     text_embeddings = model.get_input_embeddings()(input_ids)
     encoder_outputs = {"image": model.get_image_features(pixel_values, return_dict=True)}
     image_embeddings = torch.cat(encoder_outputs["image"].pooler_output)  # [num_image_tokens, hidden_size]
@@ -210,7 +210,7 @@ def test_embeddings_without_a_fitting_mask_are_refused(model: NormLlavaForCondit
 def test_packed_rows_give_the_logits_of_separate_rows(
     model: NormLlavaForConditionalGeneration, processor: Any, picture: Image.Image
 ) -> None:
-    """Packing puts rows one after the other in one sequence. Positions begin at 0 again in each row."""
+    """A packed sequence holds several rows one after the other, and its positions begin at 0 in each row."""
     rows = [inputs_for(processor, [images], ["What?"]) for images in ([picture], [], [picture, picture])]
     positions = [torch.arange(row["input_ids"].shape[1]) for row in rows]
     packed = {
@@ -258,8 +258,8 @@ def test_gradients_are_the_same_with_checkpointing(
     def compute_gradients() -> dict[str, torch.Tensor]:
         model.zero_grad()
         torch.manual_seed(0)  # the same dropout each time
-        # Both forward passes come before the backward pass. In the backward pass checkpointing computes the layers of
-        # both again, and must give each its own mask.
+        # Both forward passes come before the backward pass, in which checkpointing computes the layers of both again,
+        # each with the mask of its own forward pass.
         loss = model(**batch, labels=batch["input_ids"]).loss
         reversed_loss = model(**reversed_batch, labels=reversed_batch["input_ids"]).loss
         (loss + reversed_loss).backward()
@@ -272,10 +272,11 @@ def test_gradients_are_the_same_with_checkpointing(
     for name, gradient in expected.items():
         torch.testing.assert_close(with_checkpointing[name], gradient, msg=name)
 
-    # The adapters were used for text tokens and for image tokens: no row of their parameters has a gradient of zeros.
+    # No row of an adapter's parameter has a gradient of zeros, so text tokens and image tokens have both been used.
     for name, gradient in expected.items():
         if ".key_adapter." in name:
-            assert gradient.abs().amax(-1).min() > 0, name
+            largest_of_each_row = gradient.abs().amax(-1)
+            assert largest_of_each_row.min() > 0, name
 
 
 def test_a_saved_folder_loads_without_this_repository(
@@ -283,7 +284,7 @@ def test_a_saved_folder_loads_without_this_repository(
 ) -> None:
     model.save_pretrained(tmp_path / "saved")
     processor.save_pretrained(tmp_path / "saved")
-    command = [sys.executable, "-c", FRESH_PROCESS, str(tmp_path / "saved"), str(tmp_path / "again")]
+    command = [sys.executable, "-c", RELOADING_PROGRAM, str(tmp_path / "saved"), str(tmp_path / "again")]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     inputs = inputs_for(processor, [[Image.new("RGB", (40, 30), (10, 200, 30))]], ["What?"])
@@ -313,7 +314,7 @@ def test_the_command_adds_adapters_and_changes_no_weight(composed: Callable[...,
     assert model.dtype == torch.bfloat16
     assert model.config.key_adapter_alpha == 6
     assert model.config.key_adapter_dropout == 0.1
-    # The projections that `start` has as k_proj are k_proj.base now.
+    # The weights of k_proj in `start` are those of k_proj.base in `model`.
     weights = {name.replace("k_proj.base.", "k_proj."): weight for name, weight in model.state_dict().items()}
     for name, weight in start.state_dict().items():
         assert torch.equal(weights[name], weight)

@@ -1,4 +1,4 @@
-"""`spatial_merge_size` joins squares of patches into one image token each, and 1 leaves patches as they are."""
+"""With `spatial_merge_size` above 1, each square of patches becomes one image token; with 1, each patch does."""
 
 from pathlib import Path
 

@@ -38,8 +38,8 @@ NORM = "model.multi_modal_projector.norm"
 
 def make_plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
     """A Llava with the weights of a NormLlava, except those of the norm."""
-    names = ("vision_config", "text_config", "image_token_index", "vision_feature_select_strategy")
-    fields = {name: getattr(model.config, name) for name in names}
+    field_names = ("vision_config", "text_config", "image_token_index", "vision_feature_select_strategy")
+    fields = {name: getattr(model.config, name) for name in field_names}
     weights = {name: weight for name, weight in model.state_dict().items() if not name.startswith(NORM)}
 
     llava = LlavaForConditionalGeneration(LlavaConfig(**fields))
@@ -48,17 +48,17 @@ def make_plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForCondit
 
 
 def write_prompt(processor: Any, num_images: int, text: str) -> str:
-    """A user's turn with pictures before a text, as the chat template writes it, and the beginning of the answer."""
+    """The prompt that the chat template writes for pictures with a text after them."""
     image_parts = [{"type": "image"}] * num_images
     message = {"role": "user", "content": [*image_parts, {"type": "text", "text": text}]}
     return processor.apply_chat_template([message], add_generation_prompt=True)
 
 
 def inputs_for(processor: Any, images: list[list[Image.Image]], texts: list[str]) -> dict[str, torch.Tensor]:
-    """A batch of the model's inputs. Each row of it has a list of pictures and a text, which comes after them."""
+    """The model's inputs for a batch of prompts. `images` has the list of pictures of each prompt."""
     prompts = []
-    for row_images, text in zip(images, texts, strict=True):
-        prompts.append(write_prompt(processor, len(row_images), text))
+    for prompt_images, text in zip(images, texts, strict=True):
+        prompts.append(write_prompt(processor, len(prompt_images), text))
     inputs: dict[str, Any] = {"text": prompts}
     if any(images):  # the processor refuses a batch whose lists are all empty
         inputs["images"] = images
@@ -71,9 +71,9 @@ def test_an_unknown_norm_is_refused() -> None:
 
 
 def new_norm(model: NormLlavaForConditionalGeneration, **fields: Any) -> torch.nn.LayerNorm:
-    """The norm of a new model that is built like `model`, but with these fields of the config.
+    """The norm of a new model with the backbones of `model`, and with these fields of the config.
 
-    A token has 32 units.
+    The hidden size is 32.
     """
     config = NormLlavaConfig(vision_config=model.config.vision_config, text_config=model.config.text_config, **fields)
     return NormLlavaForConditionalGeneration(config).model.multi_modal_projector.norm
@@ -84,7 +84,7 @@ def test_the_gain_starts_so_that_tokens_have_the_target_norm(
     model: NormLlavaForConditionalGeneration, projector_norm: str
 ) -> None:
     norm = new_norm(model, projector_norm=projector_norm, projector_norm_target=0.8)
-    # LayerNorm gives the 32 units of a token a size of about 1, and so the token a norm of √32. The gain scales this.
+    # With a gain of 1, a normalised token of 32 units has the L2 norm √32.
     torch.testing.assert_close(norm.weight, torch.full((32,), 0.8 / 32**0.5))
     assert not norm.bias.any()
     is_compensated = isinstance(norm, GlobalWeightCompensatedLayerNorm)
@@ -118,7 +118,7 @@ def test_with_the_norm_logits_differ_and_tokens_have_the_target_norm(
     llava = make_plain_llava(model)
     assert not torch.allclose(model(**inputs).logits, llava(**inputs).logits, atol=1e-3)
 
-    (image_tokens,) = model.get_image_features(inputs["pixel_values"]).pooler_output  # of the only picture
+    (image_tokens,) = model.get_image_features(inputs["pixel_values"]).pooler_output  # there is one picture
     mean_norm = image_tokens.norm(dim=-1).mean().item()
     assert mean_norm == pytest.approx(model.config.projector_norm_target, rel=1e-2)
 
@@ -130,7 +130,7 @@ def test_loading_never_touches_the_gain(model: NormLlavaForConditionalGeneration
     for loaded in (
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path),
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16),
-        # A new norm would start at this target.
+        # Only a new norm's gain would come from this target.
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path, projector_norm_target=5.0),
     ):
         norm = loaded.model.multi_modal_projector.norm
@@ -201,13 +201,13 @@ def test_a_weight_that_the_model_lacks_is_refused(composed: Callable[..., Path],
     """The model's head has no bias, and its decoder's layers are 0 and 1."""
 
     def add_weight(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {**weights, name: torch.ones(3)}  # of any size
+        return {**weights, name: torch.ones(3)}  # any size will do
 
     folder = copy_with_changed_weights(composed(), tmp_path / "more", add_weight)
-    # NormLlavaModel has no "model." before the names of its weights.
-    named_weight = re.escape(name.removeprefix("model."))
+    # NormLlavaModel's message has the name without "model.".
+    name_in_both_messages = re.escape(name.removeprefix("model."))
     for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):
-        with pytest.raises(ValueError, match=f"unexpected: 1 of .*{named_weight}"):
+        with pytest.raises(ValueError, match=f"unexpected: 1 of .*{name_in_both_messages}"):
             model_class.from_pretrained(folder)
 
 
@@ -216,7 +216,8 @@ def test_a_checkpoint_in_shards_with_a_tied_head_loads_in_all_ways(
 ) -> None:
     saved = NormLlavaForConditionalGeneration.from_pretrained(composed(text="gemma3"))  # Gemma 3's head is tied
     saved.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 5
+    num_shards = len(list(tmp_path.glob("model-*.safetensors")))
+    assert num_shards > 1
     saved_weights = saved.state_dict()
     for loaded in (
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path),
@@ -244,7 +245,7 @@ def test_a_model_can_be_loaded_without_its_norm(composed: Callable[..., Path]) -
     assert isinstance(model.model.multi_modal_projector.norm, torch.nn.Identity)
 
 
-def test_a_batch_is_answered_like_its_rows_alone(
+def test_a_batch_is_answered_like_each_prompt_alone(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
@@ -252,23 +253,22 @@ def test_a_batch_is_answered_like_its_rows_alone(
     images = [[picture], [picture, turned_picture], []]
     texts = ["Say.", "What is this picture of?", "A text alone."]
 
-    def answer(images_of_rows: list[list[Image.Image]], texts_of_rows: list[str], **options: object) -> torch.Tensor:
-        """The tokens of the answers to a batch of rows: `(num_rows, 6)`."""
-        inputs = inputs_for(processor, images_of_rows, texts_of_rows)
+    def answer(batch_images: list[list[Image.Image]], batch_texts: list[str], **options: object) -> torch.Tensor:
+        """The tokens of the answers to a batch of prompts: `(num_prompts, 6)`."""
+        inputs = inputs_for(processor, batch_images, batch_texts)
         prompt_length = inputs["input_ids"].shape[1]
         output = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, **options)
         return output[:, prompt_length:]
 
-    answers = [answer([row_images], [text]) for row_images, text in zip(images, texts, strict=True)]
-    expected = torch.cat(answers)
+    separate_answers = [answer([prompt_images], [text]) for prompt_images, text in zip(images, texts, strict=True)]
+    expected = torch.cat(separate_answers)
     assert torch.equal(answer(images, texts), expected)
     assert torch.equal(answer(images, texts, cache_implementation="static"), expected)
 
 
-# A program that loads a model's folder, saves the model into another folder, and loads the other folder, all without
-# this repository. The program's arguments are the names of both folders. In the second folder it leaves logits.pt, the
-# model's logits for `messages`.
-FRESH_PROCESS = """
+# A program that loads a model from the folder `source`, saves the model into the folder `again`, and loads the model
+# from `again`, all without this repository. It also writes the model's logits for `messages` to again/logits.pt.
+RELOADING_PROGRAM = """
 import sys
 from importlib.abc import MetaPathFinder
 
@@ -291,7 +291,7 @@ image = Image.new("RGB", (40, 30), (10, 200, 30))
 messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]
 options = {"trust_remote_code": True}
 logits = {}
-for folder in (source, again):
+for folder in (source, again):  # the first round writes `again`
     # Every auto class loads the right class of the folder's code.
     assert AutoConfig.from_pretrained(folder, **options).model_type.startswith("normllava")
     headless = AutoModel.from_pretrained(folder, **options)  # the model without its LM head
@@ -307,8 +307,8 @@ for folder in (source, again):
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
     logits[folder] = model(**inputs).logits
-    answer = pipeline("image-text-to-text", model=folder, **options)
-    answer(text=messages, max_new_tokens=3, return_full_text=False)
+    pipe = pipeline("image-text-to-text", model=folder, **options)
+    pipe(text=messages, max_new_tokens=3, return_full_text=False)
 
     if folder == source:
         model.save_pretrained(again)
@@ -326,7 +326,7 @@ def test_a_saved_folder_loads_without_this_repository(
 ) -> None:
     source = composed(vision="clip", max_tiles=max_tiles)
     again = tmp_path / "again"
-    command = [sys.executable, "-c", FRESH_PROCESS, str(source), str(again)]
+    command = [sys.executable, "-c", RELOADING_PROGRAM, str(source), str(again)]
     # Python imports from the working directory first, so this is not the repository's root.
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -339,7 +339,7 @@ def test_a_saved_folder_loads_without_this_repository(
         code_files.add("processing_normllava.py")
     assert {path.name for path in again.glob("*.py")} == code_files
 
-    # Inside the repository, `trust_remote_code` isn't needed. The logits for the program's `messages` are the same.
+    # Here the repository's classes are loaded, without `trust_remote_code`. The logits are those of the program.
     processor = AutoProcessor.from_pretrained(source)
     inputs = inputs_for(processor, [[Image.new("RGB", (40, 30), (10, 200, 30))]], ["What?"])
     for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):

@@ -13,12 +13,12 @@ from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaProce
 
 TILE = 28  # the side of a tile, in pixels
 TOKENS_PER_TILE = 4  # the vision encoder makes 2 x 2 patches of a tile
-# The number of tiles of pictures by their width and height, if a picture is cut into six tiles at most.
+# The width and height of pictures, and the number of their tiles if a grid has six tiles at most.
 NUM_TILES = {
     (TILE, TILE): 1,  # a square is left whole
     (2 * TILE, TILE): 3,  # two tiles and the thumbnail
     (TILE, 3 * TILE): 4,  # three tiles and the thumbnail
-    (300, 210): 7,  # 3 x 2 tiles, whose shape is the nearest, and the thumbnail
+    (300, 210): 7,  # a grid of 3 x 2 tiles, whose shape is the nearest, and the thumbnail
 }
 
 
@@ -61,7 +61,7 @@ def test_each_picture_of_a_prompt_has_its_own_number_of_tokens(folder: Path) -> 
     text_of_pictures = processor.tokenizer.decode(input_ids).split(";")
     num_tokens = [picture_text.count(processor.image_token) for picture_text in text_of_pictures]
     assert num_tokens == [TOKENS_PER_TILE * num_tiles for num_tiles in NUM_TILES.values()]
-    # The model takes tokens and pixels, and would refuse the number of tiles.
+    # The image processor's `num_patches` is left out, because the model would refuse it.
     assert set(inputs) == {"input_ids", "attention_mask", "pixel_values"}
 
 
@@ -73,7 +73,7 @@ def test_tiles_are_parts_of_the_picture_and_the_thumbnail_is_all_of_it(
     picture = make_picture((2 * TILE, TILE))  # already of the grid's size
     left, right, thumbnail = processor.image_processor(picture, return_tensors="pt")["pixel_values"]
 
-    # The encoder's own image processor, which doesn't cut pictures, gives the same pixels for the parts.
+    # The encoder's own image processor doesn't cut pictures. It gives the same pixels for the halves and the whole.
     left_half = picture.crop((0, 0, TILE, TILE))
     right_half = picture.crop((TILE, 0, 2 * TILE, TILE))
     expected = encoder_processor([left_half, right_half, picture], return_tensors="pt")["pixel_values"]
@@ -82,7 +82,7 @@ def test_tiles_are_parts_of_the_picture_and_the_thumbnail_is_all_of_it(
 
 def test_a_caller_can_leave_pictures_whole(folder: Path) -> None:
     processor = AutoProcessor.from_pretrained(folder)
-    width, height = 300, 210  # cut into tiles, unless the caller limits them to one
+    width, height = 300, 210  # without `max_patches`, a picture of 7 tiles
     inputs = processor(images=make_picture((width, height)), text=processor.image_token, max_patches=1)
     assert len(inputs["pixel_values"]) == 1
     assert len(inputs["input_ids"][0]) == TOKENS_PER_TILE

@@ -1,6 +1,6 @@
 """The arms with the emoji example's model of 135 million weights: TRL's trainer, our command, and a bare loop.
 
-Our command is measured with its defaults, then with one more option in each arm. An arm takes 20 steps of 64 rows.
+Our command is measured with its defaults, then with more and more options for speed. An arm takes 20 steps of 64 rows.
 With so small a model, a large GPU mostly waits for pictures and for kernels to start.
 """
 
@@ -39,8 +39,8 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     bare = replace(packed_compiled, trainer="bare")
 
     # Each tuple has the name of an arm, its training, and the name of the arm that it is compared with. In names, "as
-    # it is" means with default options, and "+" means options added to those of an earlier arm. The last arm takes
-    # longest to compile.
+    # it is" means with default options, and "+" means options added to those of an earlier arm. The slowest arm to
+    # compile comes last.
     named_trainings = [
         ("stage 2: TRL as it is", trl, None),
         ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_with_options_of_ours, "stage 2: TRL as it is"),
@@ -74,7 +74,7 @@ def make_workplace(device: torch.device, folder: Path) -> Workplace:
         device=device,
         rows_per_step=64 if on_gpu else 4,
         rows_per_pass=64 if on_gpu else 4,
-        workers=8 if on_gpu else 1,
+        num_workers=8 if on_gpu else 1,
         compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")

@@ -91,7 +91,10 @@ def arm_name(case: str, kind: str, cudnn: bool) -> str:
 
 
 def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device) -> Figures:
-    """The median time of a forward and a backward pass, and the errors of output and gradients against float32."""
+    """The median time of a forward and a backward pass, and the errors of the output and of the gradients.
+
+    The errors are differences to a reference in float32.
+    """
     states = make_states(sum(lengths), device)
     grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
     attention = make_attention(kind, lengths, device)
@@ -107,9 +110,9 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
             stopwatch.mark()
     figures: Figures = {"milliseconds": statistics.median(stopwatch.seconds()) * 1000}
 
-    exact_states = [state.detach().float().requires_grad_() for state in states]
+    float32_states = [state.detach().float().requires_grad_() for state in states]
     reference = partial(attend_in_matrix_products, lengths=lengths)
-    expected = forward_and_backward(reference, exact_states, grad_output.float())
+    expected = forward_and_backward(reference, float32_states, grad_output.float())
     # Besides the output, these are the gradients of query, key and value.
     names = ("output", "query", "key", "value")
     for name, computed_tensor, expected_tensor in zip(names, computed, expected, strict=True):
@@ -120,8 +123,8 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
 
 def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: torch.device) -> Figures:
     """The times of the first and of the second call at new lengths of a row. Each row holds two samples."""
-    first_calls = []
-    second_calls = []
+    first_call_ms = []
+    second_call_ms = []
     with cudnn_attention(cudnn):
         for row_length in row_lengths:
             short_length = row_length // 3
@@ -136,14 +139,14 @@ def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: 
                 forward_and_backward(attention, states, grad_output)
                 stopwatch.mark()
             first_seconds, second_seconds = stopwatch.seconds()
-            first_calls.append(first_seconds * 1000)
-            second_calls.append(second_seconds * 1000)
+            first_call_ms.append(first_seconds * 1000)
+            second_call_ms.append(second_seconds * 1000)
 
     # The first length is left out, because the very first call also loads the kernels.
     return {
-        "first_call_ms": statistics.median(first_calls[1:]),
-        "slowest_first_call_ms": max(first_calls[1:]),
-        "second_call_ms": statistics.median(second_calls[1:]),
+        "first_call_ms": statistics.median(first_call_ms[1:]),
+        "slowest_first_call_ms": max(first_call_ms[1:]),
+        "second_call_ms": statistics.median(second_call_ms[1:]),
     }
 
 

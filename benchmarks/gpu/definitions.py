@@ -143,8 +143,8 @@ def encoder_attention_flops(model: Any, gradients_pass: bool) -> int:
     # `vision_feature_layer` is an index of `hidden_states`, a list of the embeddings and each layer's output. So the
     # model reads as many layers as the index says. The remainder is for negative indices: with 27 layers, -2 gives 26.
     num_layers = model.config.vision_feature_layer % (config.num_hidden_layers + 1)
-    forward = 4 * encoder_positions(model) ** 2 * config.hidden_size * num_layers
-    return 3 * forward if gradients_pass else forward
+    forward_flops = 4 * encoder_positions(model) ** 2 * config.hidden_size * num_layers
+    return 3 * forward_flops if gradients_pass else forward_flops
 
 
 def decoder_attention_flops(model: Any, lengths: list[int]) -> int:
@@ -153,5 +153,5 @@ def decoder_attention_flops(model: Any, lengths: list[int]) -> int:
     # Some configs have no `head_dim`, and in some it is `None`.
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_size = config.num_attention_heads * head_dim
-    forward = sum(2 * length**2 * query_size for length in lengths)
-    return 3 * forward  # gradients always pass
+    forward_flops = sum(2 * length**2 * query_size for length in lengths)
+    return 3 * forward_flops  # gradients always pass

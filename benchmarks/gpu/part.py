@@ -55,7 +55,7 @@ def measure_part(
     """
     environment = describe_environment(device.type, num_processes=1, resumed=False)
     finished = {line.arm for line in read_lines(results) if line.part == part}
-    missing = [arm for arm in make_arms(part, device, folder) if arm.name not in finished]
+    missing_arms = [arm for arm in make_arms(part, device, folder) if arm.name not in finished]
 
     def write_line(arm: Arm, outcome: Outcome) -> None:
         line = Line(
@@ -71,11 +71,11 @@ def measure_part(
         )
         append_line(results, line)
 
-    if first_arm_died and missing:
-        first_arm = missing.pop(0)
+    if first_arm_died and missing_arms:
+        first_arm = missing_arms.pop(0)
         write_line(first_arm, Outcome(error="Measuring this arm ended the process."))
 
-    for arm in missing:
+    for arm in missing_arms:
         logger.info("%s: %s ...", part, arm.name)
         started = time.monotonic()
         outcome = measure_arm(arm)

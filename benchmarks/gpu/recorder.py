@@ -123,15 +123,15 @@ class StepRecorder(TrainerCallback):
             )
         )
 
-    # These hooks mark four moments, in this order: the forward pass enters the first layer and leaves the last layer,
-    # and the backward pass enters the last layer and leaves the first layer.
+    # These hooks mark four moments of each pass, in this order: forward it enters the first layer and leaves the last
+    # layer, and backward it enters the last layer and leaves the first layer.
     def _enter_layers(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self.layers_stopwatch.mark()
-        inputs["inputs_embeds"].register_hook(self._mark_gradient)
+        inputs["inputs_embeds"].register_hook(self._mark_gradient)  # called when the gradient leaves the first layer
 
     def _leave_layers(self, module: nn.Module, args: tuple[torch.Tensor]) -> None:
         self.layers_stopwatch.mark()
-        args[0].register_hook(self._mark_gradient)
+        args[0].register_hook(self._mark_gradient)  # called when the gradient enters the last layer
 
     def _mark_gradient(self, gradient: torch.Tensor) -> None:
         self.layers_stopwatch.mark()
@@ -177,11 +177,11 @@ class StepRecorder(TrainerCallback):
         for number, forward_pass in enumerate(self.passes):
             if forward_pass.step < self.warmup:
                 continue
-            # A pass has four marks, and each mark begins an interval. The first interval is the time of the forward
-            # pass, and the third is the time of the backward pass.
-            first_interval = 4 * number
-            forward_seconds = intervals[first_interval]
-            backward_seconds = intervals[first_interval + 2]
+            # A pass has four marks. The interval after the first mark is the time of the forward pass, and the interval
+            # after the third mark is the time of the backward pass.
+            first_mark = 4 * number
+            forward_seconds = intervals[first_mark]
+            backward_seconds = intervals[first_mark + 2]
             total += forward_seconds + backward_seconds
         return total
 

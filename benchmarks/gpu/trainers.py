@@ -88,7 +88,7 @@ class Training:
     """Whether sdpa may use cuDNN, as torch does by default on these GPUs."""
     optimizer: str = "adamw_torch_fused"
     fields: dict[str, Any] = field(default_factory=dict)
-    """More fields of the recipe."""
+    """More fields of our command's config."""
 
 
 def training_arm(name: str, training: Training, workplace: Workplace, compared_with: str | None = None) -> Arm:
@@ -176,7 +176,7 @@ def train_ours(training: Training, workplace: Workplace) -> None:
         fields["vision_learning_rate"] = 1e-5
     if training.stage == "adapt":
         fields |= LORA
-    if training.compiled and training.trainer == "ours":
+    if training.compiled and training.trainer == "ours":  # the bare loop compiles the layers itself
         fields |= {"torch_compile": True, "torch_compile_backend": workplace.compile_backend}
 
     with random_weights_for_our_command(workplace.config):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PAGE = (1240, 1754)  # width and height in pixels
 IMAGE_TOKEN_ID = 5  # any id would do
-NUM_QUESTION_TOKENS = 40  # a usual length
+NUM_QUESTION_TOKENS = 40
 GIB = 2**30
 
 

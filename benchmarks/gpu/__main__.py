@@ -78,8 +78,8 @@ def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
             # as the next process would.
             say(f"{part} failed.")
             return
-        # Without a new line, the process died in its first arm. Otherwise it died in a later arm, which the next process
-        # measures first.
+        # Without a new line, the process died in its first arm. Otherwise it died in a later arm, with which the next
+        # process begins.
         first_arm_died = not wrote_lines
 
 

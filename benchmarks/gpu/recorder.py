@@ -177,8 +177,8 @@ class StepRecorder(TrainerCallback):
         for number, forward_pass in enumerate(self.passes):
             if forward_pass.step < self.warmup:
                 continue
-            # A pass has four marks. The interval after the first mark is the time of the forward pass, and the interval
-            # after the third mark is the time of the backward pass.
+            # A pass has four marks. The interval after the first mark is the forward time, and the interval after the
+            # third mark is the backward time.
             first_mark = 4 * number
             forward_seconds = intervals[first_mark]
             backward_seconds = intervals[first_mark + 2]

@@ -143,8 +143,8 @@ def render_report(report: Report) -> str:
 def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
     """Train an arm, and return its report. If the arm runs out of memory, the error takes the place of figures."""
     free_earlier_trainer()
-    rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
-    rows = random.Random(42).sample(rows, options.steps * options.batch_size)
+    all_rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
+    rows = random.Random(42).sample(all_rows, options.steps * options.batch_size)
     is_packed = arm == "ours, packed"
     attention = options.attention if is_packed else "sdpa"
     # The loop also times the trainer's steps. With `alone` it does nothing else.
@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
     with tempfile.TemporaryDirectory() as folder, called_by_all_trainers(loop):
         try:
             if arm == "TRL, padded":
-                train_plain(stage, rows, options, Path(folder))
+                train_trl(stage, rows, options, Path(folder))
             else:
                 train_ours(stage, rows, options, Path(folder), is_packed)
         except torch.OutOfMemoryError as error:
@@ -227,7 +227,7 @@ def train_ours(
     sft.main([f"--{name}={value}" for name, value in fields.items()])
 
 
-def train_plain(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace, folder: Path) -> None:
+def train_trl(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace, folder: Path) -> None:
     """Train plain Llava with TRL's trainer, as TRL's documentation does for pictures."""
     model = LlavaForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
     if stage == "align":
@@ -257,13 +257,13 @@ class BareLoop(TrainerCallback):
     After each step of the trainer, the loop takes a step on the same batch. Both steps are timed.
 
     Args:
-        folder: Folder of the model.
+        model_folder: Folder of the model.
         attention: Attention of the loop's decoder.
         alone: Whether only the trainer's steps are timed, and the loop takes none.
     """
 
-    def __init__(self, folder: Path, attention: str, alone: bool) -> None:
-        self.folder = folder
+    def __init__(self, model_folder: Path, attention: str, alone: bool) -> None:
+        self.model_folder = model_folder
         self.attention = attention
         self.alone = alone
         self.losses: list[float] = []
@@ -281,20 +281,20 @@ class BareLoop(TrainerCallback):
             self.load_model(dict(kwargs["model"].named_parameters()))
         self.read_clock()
 
-    def load_model(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
-        """Load the model that the trainer began with, and prepare it to train the same parameters in the same dtype.
+    def load_model(self, trainer_parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Load the loop's model, and prepare it to train what the trainer trains, in the same dtypes.
 
         Args:
-            trained: The parameters of the trainer's model by name.
+            trainer_parameters: All parameters of the trainer's model, by name.
         """
         model = NormLlavaForConditionalGeneration.from_pretrained(
-            self.folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
+            self.model_folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
         )
         self.model = model.to(self.args.device).train()
         for name, parameter in self.model.named_parameters():
-            if name in trained:  # TRL's plain Llava has no norm
-                parameter.requires_grad_(trained[name].requires_grad)
-                parameter.data = parameter.data.to(trained[name].dtype)
+            if name in trainer_parameters:  # TRL's plain Llava lacks the norm, which the loop trains all the same
+                parameter.requires_grad_(trainer_parameters[name].requires_grad)
+                parameter.data = parameter.data.to(trainer_parameters[name].dtype)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), self.args.learning_rate, weight_decay=0, fused=True
         )
@@ -416,7 +416,7 @@ def measure_peak(model: Any, num_tokens: int) -> float:
         "right": torch.rand(config.hidden_size, config.intermediate_size),
     }
     timer = Timer("left @ right", globals=matrices, num_threads=torch.get_num_threads())
-    seconds = min(timer.blocked_autorange(min_run_time=2).times)
+    seconds = min(timer.blocked_autorange(min_run_time=2).times)  # it repeats the product for two seconds
     return 2 * num_tokens * config.hidden_size * config.intermediate_size / seconds
 
 

@@ -4,7 +4,7 @@
 
 A page of 1240 x 1754 pixels (A4 at 150 dpi) is given whole or cut into six tiles and a thumbnail, with patches merged
 by 2 or not. The model has the shapes of Qwen3-0.6B and SigLIP2-base-512, and random weights: neither time nor memory
-depends on the values of weights. The model runs on the GPU if there is one. Otherwise the memory is that of the
+depends on the values of weights. The model runs on the GPU if there is one. On a CPU, the memory is that of the whole
 process.
 """
 

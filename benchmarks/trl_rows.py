@@ -29,7 +29,8 @@ def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -
             row_images.append(str(image_folder / row["image"]))
         images.append(row_images)
         messages.append([to_message(turn) for turn in row["conversations"]])
-    return Dataset.from_dict({"images": images, "messages": messages}).cast_column("images", List(Image()))
+    dataset = Dataset.from_dict({"images": images, "messages": messages})
+    return dataset.cast_column("images", List(Image()))  # pictures are read from their paths when a row is read
 
 
 def to_message(turn: dict[str, str]) -> dict[str, str]:

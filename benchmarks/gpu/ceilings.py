@@ -56,7 +56,7 @@ def time_product(shape: list[int], repeats: int, device: torch.device) -> Figure
         stopwatch.mark()
 
     seconds = stopwatch.seconds()
-    median_seconds = statistics.median_high(seconds)  # of the two middle times, the slower
+    median_seconds = statistics.median_high(seconds)  # a measured time: the slower of the two in the middle
     flops = 2 * rows * inner * columns
     return {"best_tflops": flops / min(seconds) / 1e12, "median_tflops": flops / median_seconds / 1e12}
 

@@ -138,10 +138,10 @@ def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypat
 
     for name, text in printed.items():
         match = re.search(r"\(default: (.*)\)$", text)
-        if match is None or match[1] in ("None", "False"):
+        if match is None or match[1] in ("None", "False"):  # the page shows no such defaults
             continue
         default = match[1]
-        # The page shows the default behind the option's name or, as here, in the help text.
+        # The page shows the default behind the option's name, or in the help text as `--help` does.
         shown_forms = [f"(`{default}`)", f"(default: {default})"]
         assert any(form in on_page[name] for form in shown_forms), name
 
@@ -176,11 +176,13 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("mkdocs")]
     assert warnings == []
     assert (tmp_path / "index.html").exists()
-    assert (tmp_path / "examples" / "digits" / "norms.png").exists()
+    assert (tmp_path / "examples" / "digits" / "norms.png").exists()  # a picture outside docs/ that a page shows
 
 
 @pytest.mark.parametrize("command", command_lines())
-def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_take_the_options_that_pages_give(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # In an empty folder no parser refuses a command because its output exists already.
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
@@ -228,9 +230,9 @@ def read_makefile() -> str:
 
 @pytest.fixture(scope="module")
 def workplace() -> Path:
-    """The repository after the quickstart has run in it, without the folder that commands on pages write."""
+    """The repository after the quickstart has run in it. Outputs of earlier tests of blocks are deleted."""
     subprocess.run([sys.executable, "-m", "examples.digits.quickstart"], cwd=ROOT, check=True, capture_output=True)
-    shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)
+    shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)  # where commands on pages write
     return ROOT
 
 

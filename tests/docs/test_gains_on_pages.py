@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # The columns of depth.csv with the scores of each kind of question about digits.
 KINDS = ["digit", "colour", "both", "compare", "count", "sum", "long"]
 # The comparisons on digits in docs/findings.md, in the table's order: the decoder, the arm and the variant of the runs
-# in depth.csv. They are compared with the runs of the arm "none" of the same decoder and variant.
+# in depth.csv. These runs are compared with runs of the arm "none" of the same decoder and variant.
 DIGIT_COMPARISONS = [
     ("3x128", "gwc", "plain"),
     ("3x256", "gwc", "plain"),
@@ -32,7 +32,7 @@ def as_written(gains: pd.Series) -> str:
 
 
 @pytest.fixture(scope="module")
-def decoder_gains() -> list[str]:
+def emoji_gains() -> list[str]:
     """The gain of each arm of the emoji example, whose decoder is pretrained, as pages write gains.
 
     A run is compared with a run of the control arm that has the same seed and the same CPU or GPU ("processor").
@@ -59,17 +59,17 @@ def digit_gains() -> list[str]:
     return written
 
 
-def test_the_readme_gives_the_gains_of_the_records(decoder_gains: list[str]) -> None:
+def test_the_readme_gives_the_gains_of_the_records(emoji_gains: list[str]) -> None:
     # The gains are in the alternative text of the chart.
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (alternative_text,) = re.findall(r"^!\[(.*)\]\(examples/emoji/gains\.png\)$", text, re.MULTILINE)
-    missing = [gain for gain in decoder_gains if gain not in alternative_text]
+    missing = [gain for gain in emoji_gains if gain not in alternative_text]
     assert missing == []
 
 
-def test_the_findings_give_the_gains_of_the_records(decoder_gains: list[str], digit_gains: list[str]) -> None:
+def test_the_findings_give_the_gains_of_the_records(emoji_gains: list[str], digit_gains: list[str]) -> None:
     text = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    missing = [gain for gain in decoder_gains if gain not in text]
+    missing = [gain for gain in emoji_gains if gain not in text]
     assert missing == []
 
     depth_section = text.split("### Depth")[1].split("### Ablation")[0]

@@ -51,7 +51,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
 
 
-ROWS = {"align": "captions.json", "instruct": "train.json"}  # each stage's file of rows, in the folder --data
+ROWS = {"align": "captions.json", "instruct": "train.json"}  # the files of stage 1 and stage 2, in the folder --data
 PACKED_LENGTH = 65536  # tokens; with the default model, all rows of a step fit into one packed row
 # Our command trains on padded rows and on packed rows, and TRL's trainer on padded rows.
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")

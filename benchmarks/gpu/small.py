@@ -20,7 +20,7 @@ PACKED_LENGTH = 16384  # tokens; all rows of a step fit into one packed row
 
 
 def arms(device: torch.device, folder: Path) -> list[Arm]:
-    """Write what the arms read, and return the arms: stage 2 from the defaults to the fastest, then stage 1."""
+    """Write what the arms read, and return the arms: stage 2 ("instruct"), then stage 1 ("align")."""
     on_gpu = device.type == "cuda"
     workplace = make_workplace(device, folder)
 

@@ -70,6 +70,7 @@ class Training:
     trainer: Literal["ours", "TRL", "bare"]
     """Our command, TRL's trainer, or the loop of plain PyTorch."""
     stage: Literal["align", "instruct", "adapt"]
+    """Stage 1, stage 2 with all weights, or stage 2 with LoRA."""
     steps: int
     """Number of all steps, those of the warm-up included."""
     warmup: int

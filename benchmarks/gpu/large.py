@@ -1,8 +1,8 @@
 """The arms with the shapes of Qwen2.5-7B and SigLIP-SO400M-patch14-384.
 
-They are stage 1 ("align"), LoRA and QLoRA ("adapt"), and full training ("instruct") with half as many decoder layers. A
-step takes 16 samples, around 15,000 tokens, packed into two rows of up to 8192 tokens, or padded to equal length in two
-passes of 8 samples.
+They are stage 1 ("align"), LoRA and QLoRA ("adapt"), and full training ("instruct") with half as many decoder layers.
+A step takes 16 samples, around 15,000 tokens. The samples are packed into two rows of up to 8192 tokens, or padded to
+equal length in two passes of 8 samples.
 """
 
 from dataclasses import replace

@@ -27,7 +27,7 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     num_steps = NUM_STEPS if on_gpu else 3
     warmup = 3 if on_gpu else 1
     trl = Training("TRL", "instruct", steps=num_steps, warmup=warmup)
-    trl_with_options_of_ours = replace(trl, cudnn=False, workers=True, checkpointing=False)
+    trl_with_our_options = replace(trl, cudnn=False, workers=True, checkpointing=False)
     ours = replace(trl, trainer="ours")
     without_cudnn = replace(ours, cudnn=False)
     with_workers = replace(without_cudnn, workers=True)
@@ -43,7 +43,7 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     # compile comes last.
     named_trainings = [
         ("stage 2: TRL as it is", trl, None),
-        ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_with_options_of_ours, "stage 2: TRL as it is"),
+        ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_with_our_options, "stage 2: TRL as it is"),
         ("stage 2: ours as it is", ours, "stage 2: TRL as it is"),
         ("stage 2: + no cuDNN", without_cudnn, "stage 2: ours as it is"),
         ("stage 2: + workers", with_workers, "stage 2: + no cuDNN"),
@@ -52,7 +52,7 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
         ("stage 2: packed by sdpa's mask", packed_by_mask, "stage 2: + no checkpointing"),
         ("stage 2: + packed, varlen, compiled", packed_compiled, "stage 2: + packed, varlen"),
         ("stage 2: bare loop, compiled", bare, "stage 2: + packed, varlen, compiled"),
-        ("stage 1: TRL, workers, no cuDNN, no checkpointing", replace(trl_with_options_of_ours, stage="align"), None),
+        ("stage 1: TRL, workers, no cuDNN, no checkpointing", replace(trl_with_our_options, stage="align"), None),
         ("stage 1: ours, padded", replace(padded, stage="align"), "stage 1: TRL, workers, no cuDNN, no checkpointing"),
         ("stage 1: + packed, varlen", replace(packed, stage="align"), "stage 1: ours, padded"),
         ("stage 1: + packed, varlen, compiled", replace(packed_compiled, stage="align"), "stage 1: + packed, varlen"),

@@ -30,9 +30,9 @@ def read_sections() -> dict[str, str]:
 SECTIONS = read_sections()
 
 
-def find_blocks(section: str, language: str) -> list[str]:
-    """The code of a section's blocks in this language. `section` is the section's heading."""
-    return [code for block_language, code in fences(SECTIONS[section]) if block_language == language]
+def find_blocks(heading: str, language: str) -> list[str]:
+    """The code of all blocks in this language, in the section with this heading."""
+    return [code for block_language, code in fences(SECTIONS[heading]) if block_language == language]
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +47,28 @@ def extended_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     # Git must not look for the changed files in a repository that the temporary folder may be inside of.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent)}
-    for section in SECTIONS:
-        for diff in find_blocks(section, "diff"):
+    for heading in SECTIONS:
+        for diff in find_blocks(heading, "diff"):
             # The line numbers on the page may be outdated, but git finds the place of a change by the lines around it.
             applied = subprocess.run(
                 ["git", "apply", "-"], input=diff, cwd=copy, env=environment, capture_output=True, text=True
             )
-            assert applied.returncode == 0, f"{section}: {applied.stderr}"
+            assert applied.returncode == 0, f"{heading}: {applied.stderr}"
     return copy
 
 
 def test_each_addition_changes_two_files_at_most() -> None:
     assert list(SECTIONS) == ["Add an arm", "Add a measure", "Add a family"]
-    for section in SECTIONS:
-        diffs = "".join(find_blocks(section, "diff"))
+    for heading in SECTIONS:
+        diffs = "".join(find_blocks(heading, "diff"))
         # A diff names a changed file in a line such as "+++ b/training/sft.py".
         changed_files = set(re.findall(r"^\+\+\+ b/(.*)$", diffs, re.MULTILINE))
-        assert 1 <= len(changed_files) <= 2, section
+        assert 1 <= len(changed_files) <= 2, heading
 
 
 def test_the_tests_on_the_page_pass(extended_source: Path) -> None:
-    for number, section in enumerate(SECTIONS):
-        (test_code,) = find_blocks(section, "python")
+    for number, heading in enumerate(SECTIONS):
+        (test_code,) = find_blocks(heading, "python")
         (extended_source / f"tests/test_{number}.py").write_text(test_code, encoding="utf-8")
 
     # With this `PYTHONPATH`, the tests import the packages of the copy.

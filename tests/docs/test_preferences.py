@@ -23,7 +23,7 @@ DPO, GRPO = [code for _, code in fences(PAGE)]
 
 
 @pytest.fixture
-def quickstart(composed: Callable[..., Path], tmp_path: Path) -> Path:
+def quickstart_folder(composed: Callable[..., Path], tmp_path: Path) -> Path:
     """A folder with a small random model and 64 rows, at the paths where the quickstart writes its model and rows."""
     data = tmp_path / "runs/digits/data"
     data.mkdir(parents=True)
@@ -55,18 +55,22 @@ def run_block(block: str, folder: Path) -> list[dict[str, float]]:
     return json.loads(log_line.removeprefix("LOG "))
 
 
-def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart: Path) -> None:
-    first_step, _second_step, last_step, _summary = run_block(DPO, quickstart)
+def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart_folder: Path) -> None:
+    first_step, _second_step, last_step, _summary = run_block(DPO, quickstart_folder)
     # In the first step the model is equal to its reference, so the loss is ln 2 (arXiv 2305.18290, eq. 7).
     assert first_step["loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert last_step["rewards/margins"] > 0
 
-    trained = AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/dpo", trust_remote_code=True)
-    before = AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/stage2", trust_remote_code=True)
+    trained = AutoModelForImageTextToText.from_pretrained(
+        quickstart_folder / "runs/digits/dpo", trust_remote_code=True
+    )
+    before = AutoModelForImageTextToText.from_pretrained(
+        quickstart_folder / "runs/digits/stage2", trust_remote_code=True
+    )
     assert not torch.equal(trained.lm_head.weight, before.lm_head.weight)
 
 
-def test_grpo_generates_and_saves(quickstart: Path) -> None:
-    first_step, *_others = run_block(GRPO, quickstart)
+def test_grpo_generates_and_saves(quickstart_folder: Path) -> None:
+    first_step, *_others = run_block(GRPO, quickstart_folder)
     assert first_step["completions/mean_length"] > 0
-    AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/grpo", trust_remote_code=True)
+    AutoModelForImageTextToText.from_pretrained(quickstart_folder / "runs/digits/grpo", trust_remote_code=True)

@@ -4,7 +4,8 @@
 
 A page of 1240 x 1754 pixels (A4 at 150 dpi) is given whole or cut into six tiles and a thumbnail, with patches merged
 by 2 or not. The model has the shapes of Qwen3-0.6B and SigLIP2-base-512, and random weights: neither time nor memory
-depends on their values. It runs on the GPU if there is one. On a CPU the memory is that of the process.
+depends on the values of weights. The model runs on the GPU if there is one. On a CPU, the memory is that of the whole
+process.
 """
 
 import argparse
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PAGE = (1240, 1754)  # width and height in pixels
 IMAGE_TOKEN_ID = 5  # any id would do
-QUESTION_TOKENS = 40  # number of tokens of the question
+NUM_QUESTION_TOKENS = 40
 GIB = 2**30
 
 
@@ -51,13 +52,13 @@ SETTINGS = [
 
 
 class Cost(NamedTuple):
-    """What a page costs."""
+    """What a page costs in one setting."""
 
     image_tokens: int
     seconds: float
     """Time of a forward pass over the page and a question, the faster of two passes."""
     gib: float
-    """The largest memory that the process has taken, weights included, in GiB."""
+    """The largest memory in GiB that tensors took on the GPU, or that the process took on a CPU. Weights count."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure_page(setting: Setting, tiny: bool) -> Cost:
-    """Measure one setting."""
+    """Measure what a page costs in one setting. `tiny` takes a tiny model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = make_config(setting.spatial_merge_size, tiny)
@@ -95,10 +96,10 @@ def measure_page(setting: Setting, tiny: bool) -> Cost:
         model = NormLlavaForConditionalGeneration(config).to(dtype).eval()
 
     pixel_values = cut_page(config.vision_config.image_size, setting.max_tiles).to(device, dtype)
-    num_image_tokens = config.image_seq_length * len(pixel_values)
+    num_image_tokens = config.image_seq_length * len(pixel_values)  # of all tiles and the thumbnail
     question_token_id = IMAGE_TOKEN_ID + 1  # any other id would do
-    tokens = [IMAGE_TOKEN_ID] * num_image_tokens + [question_token_id] * QUESTION_TOKENS
-    input_ids = torch.tensor([tokens], device=device)
+    token_ids = [IMAGE_TOKEN_ID] * num_image_tokens + [question_token_id] * NUM_QUESTION_TOKENS
+    input_ids = torch.tensor([token_ids], device=device)
 
     seconds = []
     for _ in range(2):  # the first pass warms up
@@ -151,7 +152,11 @@ def make_config(spatial_merge_size: int, tiny: bool) -> NormLlavaConfig:
 
 
 def cut_page(tile_size: int, max_tiles: int) -> torch.Tensor:
-    """The tiles of a page of noise, and a thumbnail if there are several: `[num_tiles, 3, tile_size, tile_size]`."""
+    """The tiles of a page of noise, and a thumbnail if there are several tiles.
+
+    Returns:
+        The pixels, `[num_tiles, 3, tile_size, tile_size]`. The thumbnail counts as a tile.
+    """
     width, height = PAGE
     noise = np.random.default_rng(0).integers(0, 256, size=(height, width, 3), dtype=np.uint8)
     image_processor = GotOcr2ImageProcessorPil(

@@ -3,10 +3,10 @@
     make emoji                  # makes the model and the rows that are taken by default
     python -m benchmarks.real   # on a GPU: --device cuda
 
-After each step of a trainer the bare loop takes a step on the same batch, so that other load slows both. The trainer's
-time includes making the batch; the loop's doesn't. TRL trains plain Llava with the same weights, uses the chat format
-in both stages, and can't pack rows with pictures. With `--alone`, and always on a GPU, the loop is left out, so that
-the GPU's memory is the trainer's alone.
+After each step of a trainer, the bare loop takes a step on the same batch, so that other load on the machine slows
+both. The trainer's time includes making the batch, and the loop's time doesn't. TRL trains plain Llava with the same
+weights, uses the chat format in both stages, and can't pack rows with pictures. On a GPU, and with `--alone`, the loop
+is left out, so that the trainer has all memory.
 
 In the table, `ratio` is the trainer's time over the loop's time. `share_of_peak` is the trainer's speed over the peak,
 and `bare_share` is the loop's speed over the peak. The peak is the speed of a matrix product with the language model's
@@ -16,7 +16,8 @@ shapes. `padding_share` is the share of padding among all tokens.
 import os
 
 
-os.environ |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}  # before torch is loaded
+# Waiting threads sleep. torch reads this variable while it is loaded.
+os.environ |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 
 import argparse
 import gc
@@ -50,15 +51,15 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
 
 
-ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below --data
-PACKED_LENGTH = 65536  # tokens; with the default model all rows of a step fit into one packed row
+ROWS = {"align": "captions.json", "instruct": "train.json"}  # the files of stage 1 and stage 2, in the folder --data
+PACKED_LENGTH = 65536  # tokens; with the default model, all rows of a step fit into one packed row
 # Our command trains on padded rows and on packed rows, and TRL's trainer on padded rows.
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
-# The columns of the printed table, and their widths.
+# The columns of the printed table: their widths in characters, and the names of the columns of figures.
 ARM_WIDTH = 24
 FIGURE_WIDTH = 18
 COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share", "memory_gib")
-Report = dict[str, Any]
+Report = dict[str, Any]  # an arm's stage, name and figures
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = parse(build_parser(), argv)
     require_files(options)
-    # Only the first GPU stays visible, because the trainers would use all visible GPUs.
+    # Only one GPU stays visible, because the trainers would use all visible GPUs.
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[0]
     if options.device == "cuda":
-        options.alone = True  # with the loop, two models would share the GPU's memory
+        options.alone = True  # beside the loop's model, the trainer would have less memory
     output = options.output or Path(f"benchmarks/results/real_{options.device}.json")
 
     results = describe_run(options)
@@ -110,7 +111,7 @@ def require_files(options: argparse.Namespace) -> None:
 
 
 def describe_run(options: argparse.Namespace) -> dict[str, Any]:
-    """The content of the file of results before the first arm: what holds for all arms, and an empty list of arms."""
+    """The content of the file of results before the first arm: what all arms share, and an empty list of reports."""
     return {
         "settings": {name: str(value) for name, value in vars(options).items()},
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
@@ -140,19 +141,19 @@ def render_report(report: Report) -> str:
 
 
 def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
-    """Train an arm, and return its figures. If the arm runs out of memory, return only the error."""
+    """Train an arm, and return its report. If the arm runs out of memory, the error takes the place of figures."""
     free_earlier_trainer()
-    rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
-    rows = random.Random(42).sample(rows, options.steps * options.batch_size)
+    all_rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
+    rows = random.Random(42).sample(all_rows, options.steps * options.batch_size)
     is_packed = arm == "ours, packed"
     attention = options.attention if is_packed else "sdpa"
-    # It measures the time of the trainer's steps too, and nothing else with `alone`.
+    # The loop also times the trainer's steps. With `alone` it does nothing else.
     loop = BareLoop(options.model, attention=attention, alone=options.alone)
 
     with tempfile.TemporaryDirectory() as folder, called_by_all_trainers(loop):
         try:
             if arm == "TRL, padded":
-                train_plain(stage, rows, options, Path(folder))
+                train_trl(stage, rows, options, Path(folder))
             else:
                 train_ours(stage, rows, options, Path(folder), is_packed)
         except torch.OutOfMemoryError as error:
@@ -166,8 +167,8 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
 
 
 def free_earlier_trainer() -> None:
-    """Free the memory of the trainer of the arm before."""
-    gc.collect()  # the trainer refers to itself, so only this frees it
+    """Free the memory of the arm before, and forget its peak."""
+    gc.collect()  # a trainer refers to itself, so only this frees the trainer
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -175,7 +176,7 @@ def free_earlier_trainer() -> None:
 
 @contextmanager
 def called_by_all_trainers(callback: TrainerCallback) -> Iterator[None]:
-    """Within the block, give this callback to every new trainer, also to the trainer that our command makes."""
+    """Within the block, every new trainer gets this callback, also the trainer that our command makes."""
     transformers.trainer.DEFAULT_CALLBACKS.append(callback)
     try:
         yield
@@ -226,7 +227,7 @@ def train_ours(
     sft.main([f"--{name}={value}" for name, value in fields.items()])
 
 
-def train_plain(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace, folder: Path) -> None:
+def train_trl(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace, folder: Path) -> None:
     """Train plain Llava with TRL's trainer, as TRL's documentation does for pictures."""
     model = LlavaForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
     if stage == "align":
@@ -256,53 +257,53 @@ class BareLoop(TrainerCallback):
     After each step of the trainer, the loop takes a step on the same batch. Both steps are timed.
 
     Args:
-        folder: Folder of the model.
+        model_folder: Folder of the model.
         attention: Attention of the loop's decoder.
-        alone: Whether to leave out the loop's steps and only time the trainer.
+        alone: Whether only the trainer's steps are timed, and the loop takes none.
     """
 
-    def __init__(self, folder: Path, attention: str, alone: bool) -> None:
-        self.folder = folder
+    def __init__(self, model_folder: Path, attention: str, alone: bool) -> None:
+        self.model_folder = model_folder
         self.attention = attention
         self.alone = alone
         self.losses: list[float] = []
-        # The time at which training began. After it, two times for each step: when the trainer ended its step, and
-        # when the loop ended its step on the same batch.
+        # The time at which training began. Then two times for each step: when the trainer ended its step, and when the
+        # loop ended its step on the same batch.
         self.clock_readings: list[float] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read all batches of the trainer, and load the loop's model."""
-        loader = parts["train_dataloader"]
-        # accelerate's loader would put all batches on the GPU, and the loader inside it leaves them on the CPU.
+        loader = kwargs["train_dataloader"]
+        # accelerate's loader would put all batches on the GPU. The `base_dataloader` inside leaves them on the CPU.
         self.batches = list(getattr(loader, "base_dataloader", loader))
         self.args = args
         if not self.alone:
-            self.load_model(dict(parts["model"].named_parameters()))
+            self.load_model(dict(kwargs["model"].named_parameters()))
         self.read_clock()
 
-    def load_model(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
-        """Load the model that the trainer began with, and prepare it to train the same parameters in the same dtype.
+    def load_model(self, trainer_parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Load the loop's model, and prepare it to train what the trainer trains, in the same dtypes.
 
         Args:
-            trained: The parameters of the trainer's model by name.
+            trainer_parameters: All parameters of the trainer's model, by name.
         """
         model = NormLlavaForConditionalGeneration.from_pretrained(
-            self.folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
+            self.model_folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
         )
         self.model = model.to(self.args.device).train()
         for name, parameter in self.model.named_parameters():
-            if name in trained:  # TRL's plain Llava has no norm
-                parameter.requires_grad_(trained[name].requires_grad)
-                parameter.data = parameter.data.to(trained[name].dtype)
+            if name in trainer_parameters:  # TRL's plain Llava lacks the norm, which the loop trains all the same
+                parameter.requires_grad_(trainer_parameters[name].requires_grad)
+                parameter.data = parameter.data.to(trainer_parameters[name].dtype)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), self.args.learning_rate, weight_decay=0, fused=True
         )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take the loop's step. What the trainer does after this callback is timed as part of its next step."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the loop's step. What the trainer does afterwards is timed as part of the trainer's next step."""
         self.read_clock()
         if not self.alone:
-            # The loop runs only on a CPU, where a step has a single batch. Steps are counted from 1.
+            # The loop runs only on a CPU, where each step has a single batch. `global_step` counts from 1.
             inputs = to_device(self.batches[state.global_step - 1], args.device)
             is_first_step = state.global_step == 1
             if is_first_step:
@@ -312,13 +313,13 @@ class BareLoop(TrainerCallback):
         self.read_clock()
 
     def read_clock(self) -> None:
-        """Read the clock when the device has done its work."""
+        """Record the time at which the device has done its work."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.clock_readings.append(perf_counter())
 
     def count_flops(self, inputs: dict[str, Any]) -> None:
-        """Take a step and count its FLOPs."""
+        """Take a step and count its FLOPs for each token."""
         with FlopCounterMode(display=False) as counter:
             self.take_step(inputs)
         self.flops_per_token = counter.get_total_flops() / inputs["input_ids"].numel()
@@ -342,21 +343,21 @@ class BareLoop(TrainerCallback):
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Keep the trainer's mean loss and the peak of memory. Saving the model later may take more memory."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the trainer's mean loss, and the peak of memory before the model is saved."""
         self.trainer_loss = state.log_history[-1]["train_loss"]
         self.peak_memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
     def step_seconds(self) -> torch.Tensor:
         """The seconds of the trainer and of the loop in each step but the first, `[steps - 1, 2]`."""
         seconds = torch.tensor(self.clock_readings, dtype=torch.float64).diff()  # trainer, loop, trainer, loop, ...
-        by_step = seconds.unflatten(0, (-1, 2))  # [steps, 2]
-        return by_step[1:]
+        seconds_by_step = seconds.unflatten(0, (-1, 2))  # [steps, 2]
+        return seconds_by_step[1:]
 
     def timed_batches(self, steps: int) -> list[dict[str, Any]]:
         """The batches of all steps but the first."""
-        # Each step has the same number of batches. With another model it is more than one if the rows of a step don't
-        # fit into one packed row.
+        # Each step has the same number of batches. With the default model it is 1. With other models a step's rows may
+        # not fit into one packed row.
         batches_per_step = len(self.batches) // steps
         return self.batches[batches_per_step:]
 
@@ -364,7 +365,7 @@ class BareLoop(TrainerCallback):
 def report_trainer(loop: BareLoop, steps: int) -> Report:
     """The trainer's figures. Times are medians over all steps but the first."""
     step_seconds = loop.step_seconds()
-    trainer_seconds = median(step_seconds[:, 0])
+    trainer_seconds = median(step_seconds[:, 0])  # the loop's seconds are in the other column
     computed_tokens = 0
     padding_tokens = 0
     for batch in loop.timed_batches(steps):
@@ -385,17 +386,17 @@ def report_trainer(loop: BareLoop, steps: int) -> Report:
 
 def report_loop(loop: BareLoop, steps: int) -> Report:
     """The bare loop's figures, and the trainer's figures that are relative to the loop or to the peak."""
-    step_seconds = loop.step_seconds()
-    trainer_seconds = median(step_seconds[:, 0])
-    bare_seconds = median(step_seconds[:, 1])
+    trainer_steps, loop_steps = loop.step_seconds().unbind(1)
+    trainer_seconds = median(trainer_steps)
+    bare_seconds = median(loop_steps)
 
     computed_tokens = sum(batch["input_ids"].numel() for batch in loop.timed_batches(steps))
-    tokens_per_step = computed_tokens // len(step_seconds)
+    tokens_per_step = computed_tokens // len(loop_steps)
     flops_per_step = loop.flops_per_token * tokens_per_step
     seconds_at_peak = flops_per_step / measure_peak(loop.model, tokens_per_step)
     return {
         "bare_seconds": bare_seconds,
-        "ratio": median(step_seconds[:, 0] / step_seconds[:, 1]),
+        "ratio": median(trainer_steps / loop_steps),
         "bare_loss": sum(loop.losses) / steps,
         "share_of_peak": seconds_at_peak / trainer_seconds,
         "bare_share": seconds_at_peak / bare_seconds,
@@ -403,7 +404,7 @@ def report_loop(loop: BareLoop, steps: int) -> Report:
 
 
 def median(seconds: torch.Tensor) -> float:
-    """The median. For an even number of values, it is the mean of the two in the middle, unlike `torch.median`."""
+    """The median. Of an even number of values it is the mean of the two in the middle, unlike `torch.median`."""
     return seconds.quantile(0.5).item()
 
 
@@ -415,7 +416,7 @@ def measure_peak(model: Any, num_tokens: int) -> float:
         "right": torch.rand(config.hidden_size, config.intermediate_size),
     }
     timer = Timer("left @ right", globals=matrices, num_threads=torch.get_num_threads())
-    seconds = min(timer.blocked_autorange(min_run_time=2).times)
+    seconds = min(timer.blocked_autorange(min_run_time=2).times)  # it repeats the product for two seconds
     return 2 * num_tokens * config.hidden_size * config.intermediate_size / seconds
 
 

@@ -1,4 +1,4 @@
-"""Converts our rows into the layout that TRL's trainer takes."""
+"""Converts rows from LLaVA's layout into the layout that TRL's trainer takes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -> Dataset:
-    """Convert rows from LLaVA's layout into messages and pictures, in the order in which our command takes the rows.
+    """A data set of messages and pictures, in the order in which our command takes the rows.
 
     Args:
         rows: Rows in LLaVA's layout.
@@ -29,10 +29,11 @@ def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -
             row_images.append(str(image_folder / row["image"]))
         images.append(row_images)
         messages.append([to_message(turn) for turn in row["conversations"]])
-    return Dataset.from_dict({"images": images, "messages": messages}).cast_column("images", List(Image()))
+    dataset = Dataset.from_dict({"images": images, "messages": messages})
+    return dataset.cast_column("images", List(Image()))  # pictures are read from their paths when a row is read
 
 
 def to_message(turn: dict[str, str]) -> dict[str, str]:
-    """Convert a turn into a chat message. Its text lacks `<image>`: TRL itself puts the picture before the text."""
+    """Convert a turn into a chat message, without `<image>`: TRL itself puts the picture before the text."""
     text = turn["value"].replace("<image>\n", "")
     return {"role": ROLES[turn["from"]], "content": text}

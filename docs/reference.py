@@ -2,7 +2,7 @@
 
     python docs/reference.py
 
-The other commands are not on the page: they have few options, which `--help` prints.
+The other commands have few options, which `--help` prints.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-# With the repository's root on this path, its packages can be imported.
+# Packages of the repository are imported from its root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trl import SFTConfig
@@ -28,16 +28,17 @@ RECIPE_FIELDS = (
     "`ModelConfig`. The command line takes them too."
 )
 CHANGED_FIELDS = "Fields of TRL with another default or effect:"
-# Options by the name of the value that they set. Where several options set the same value, such as `--x` and `--no_x`,
-# only the first is kept.
+# A command's options by argparse's `dest`. Of options with one `dest`, such as `--x` and `--no_x`, the first is kept.
 Options = dict[str, argparse.Action]
 
 
 class Command(NamedTuple):
-    """A command of the page: its heading, how a reader starts it, and its module."""
+    """A command on the page."""
 
     heading: str
+    """The heading of the command's section."""
     start: str
+    """How a reader starts the command."""
     module: str
 
 
@@ -54,10 +55,10 @@ def render() -> str:
     for command in COMMANDS:
         options = read_options(command.module)
         if command.module == "training.sft":
-            described = describe_recipe(options)
+            description = describe_recipe(options)
         else:
-            described = "\n".join(describe_option(option) for option in options.values())
-        sections.append(f"## {command.heading}\n\n`{command.start}`\n\n{described}\n")
+            description = "\n".join(describe_option(option) for option in options.values())
+        sections.append(f"## {command.heading}\n\n`{command.start}`\n\n{description}\n")
     return "\n".join(sections)
 
 
@@ -76,15 +77,15 @@ def read_options(module: str) -> Options:
 
 
 def describe_recipe(options: Options) -> str:
-    """The recipe's fields that this project adds, then the fields of TRL whose default or effect it changes.
+    """The recipe's fields that this project adds, then the fields of TRL whose default or effect this project changes.
 
-    Fields that are computed are no options, and so are left out.
+    Computed fields have no option, and so are left out.
     """
-    # `__annotations__` names the fields that a class itself declares, not those of its base class.
+    # `__annotations__` names the fields that a class itself declares, without the fields of its base class.
     own_names = [name for name in RunArguments.__annotations__ if name in options]
-    changed_names = [name for name in TrainingConfig.__annotations__ if name in options]
     own_lines = [describe_option(options[name]) for name in own_names]
 
+    changed_names = [name for name in TrainingConfig.__annotations__ if name in options]
     defaults = field_defaults(TrainingConfig)
     trl_defaults = field_defaults(SFTConfig)
     changed_lines = []
@@ -107,9 +108,9 @@ def describe_option(option: argparse.Action, default: str | None = None) -> str:
 
     Args:
         option: The option.
-        default: The text in brackets about its default. Without it, the text comes from `describe_default`.
+        default: The text in brackets about the option's default; by default the text of `describe_default`.
     """
-    first_name = option.option_strings[0]  # an option may have several, such as --max_length and --max-length
+    first_name = option.option_strings[0]  # an option may have several names, such as --max_length and --max-length
     label = f"`{first_name}`"
     if default is None:
         default = describe_default(option)
@@ -128,7 +129,7 @@ def describe_option(option: argparse.Action, default: str | None = None) -> str:
 def describe_default(option: argparse.Action) -> str:
     """The text about an option's default, such as "`8`", or "required" if the option must be given.
 
-    The text is empty if the option has no default, or if its help text names the default.
+    The text is empty for a default of `None` or `False`, and if the help text names the default.
     """
     if option.required:
         return "required"

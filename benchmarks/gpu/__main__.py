@@ -7,10 +7,12 @@
 The first command measures. The second prints the tables of a file of results. The third rehearses on the CPU, with
 tiny shapes.
 
-A part is a list of arms. An arm is one configuration, such as a trainer with its options. The parts run one after the
-other, the most important first, each in a process of its own, which is killed when the part's time is over. After each
-arm a line is added to the file of results. Arms that have a line there are skipped, so the same command goes on where
-it was cut off. Delete a line to measure its arm again. README.md in this folder says more.
+An arm is one configuration, such as a trainer with its options, and a part is a list of arms. The parts run one after
+the other, the most important first. Each part has a process of its own, which is killed when the part's time is over.
+
+After each arm, a line is added to the file of results. Arms that have a line in this file are skipped, so a command
+that was cut off goes on when it is given again. To measure an arm again, delete its line. See also README.md in this
+folder.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from benchmarks.gpu.table import render
 
 
 ROOT = Path(__file__).parents[2]
-# The parts, the most important first, and the seconds that each may take. Loading the libraries takes about ten.
+# The seconds that each part may take, about ten of them for loading libraries. The most important part comes first.
 LIMITS = {
     "ceilings": 60,
     "norm": 45,
@@ -36,7 +38,7 @@ LIMITS = {
     "large_full": 90,
     "large_4bit": 300,  # mostly for compiling layers with 4-bit weights
 }
-# No process is started if fewer seconds are left.
+# No process is started if fewer seconds are left, because it would mostly load libraries.
 LEAST_SECONDS = 25
 
 
@@ -46,15 +48,15 @@ def run_all(args: argparse.Namespace) -> None:
     for part in args.parts:
         part_started = time.monotonic()
         seconds_left = args.seconds - (part_started - started)
-        seconds_of_part = float("inf") if args.cpu else LIMITS[part]
-        finish_part(part, args, seconds=min(seconds_of_part, seconds_left))
+        part_limit = float("inf") if args.cpu else LIMITS[part]
+        finish_part(part, args, seconds=min(part_limit, seconds_left))
 
         ended = time.monotonic()
         say(f"{part}: {ended - part_started:.0f} s, {ended - started:.0f} s in all")
 
 
 def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
-    """Measure a part within so many seconds. If its process fails, a new process measures the arms that are left."""
+    """Measure a part in at most `seconds`. If its process fails, a new process measures the arms that are left."""
     started = time.monotonic()
     first_arm_died = False
     while True:
@@ -64,19 +66,20 @@ def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
             return
 
         lines_before = count_lines(args.results)
-        status = run_part(part, args, seconds_left, first_arm_died)
-        is_done = status == 0
-        was_killed = status is None
-        if is_done or was_killed:
+        exit_status = run_part(part, args, seconds_left, first_arm_died)
+        was_killed = exit_status is None
+        is_done = exit_status == 0
+        if was_killed or is_done:
             return
 
         wrote_lines = count_lines(args.results) > lines_before
         if first_arm_died and not wrote_lines:
-            # With `first_arm_died`, a process begins by writing a line for the arm that died. This process failed even
-            # before that, and so would the next one.
+            # This process should have begun with the line of the arm that died. It failed before it wrote that line,
+            # as the next process would.
             say(f"{part} failed.")
             return
-        # Without a new line, the process died while it measured the first missing arm.
+        # Without a new line, the process died in its first arm. Otherwise it died in a later arm, with which the next
+        # process begins.
         first_arm_died = not wrote_lines
 
 
@@ -86,9 +89,9 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_arm_died
     Args:
         part: The part.
         args: The command's options.
-        seconds: The process is killed after so many seconds.
-        first_arm_died: Whether the process before this one died while it measured the first missing arm. This process
-            then writes an error for that arm instead of measuring it again.
+        seconds: Seconds after which the process is killed.
+        first_arm_died: Whether an earlier process died while it measured the first missing arm. The new process then
+            writes an error for this arm instead of measuring it again.
 
     Returns:
         The process's exit status; `None` if it was killed because its time was over.
@@ -111,7 +114,7 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_arm_died
 
         environment = {
             **os.environ,
-            "OMP_WAIT_POLICY": "passive",  # torch reads this variable only while it is loaded
+            "OMP_WAIT_POLICY": "passive",  # waiting threads sleep; torch reads this variable while it is loaded
             "TOKENIZERS_PARALLELISM": "false",
             "HF_DATASETS_CACHE": f"{folder}/datasets",
             "HF_HUB_OFFLINE": "1",

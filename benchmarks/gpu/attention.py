@@ -2,11 +2,11 @@
 
 There are three kinds of attention:
 - "varlen" computes each sample by itself;
-- "sdpa, masked" hides other samples from a token by a mask. It is measured with and without cuDNN;
+- "sdpa, masked" hides other samples from a token by a mask;
 - "sdpa, causal" lets a token see all earlier tokens of the row, also those of other samples.
 
-cuDNN builds a plan for every shape that it hasn't seen, and packed rows have a new length in nearly every step. So the
-first call at each of several lengths is measured too.
+Both kinds of sdpa are measured with and without cuDNN. For every new shape cuDNN builds a plan, and packed rows have a
+new length in nearly every step. So the first call at each of several lengths is measured too.
 """
 
 import itertools
@@ -36,9 +36,9 @@ CASES = {
 }
 # Lengths of packed rows at which the first call is measured: 8152, 8112, ..., 7712 tokens.
 NEW_LENGTHS = [8192 - 40 * number for number in range(1, 13)]
-# The kinds of attention that are measured in both `CASES`, and whether each may use cuDNN.
+# The kinds of attention that are measured in both `CASES`, and whether cuDNN is allowed.
 MEASURED_IN_CASES = [("varlen", False), ("sdpa, masked", True), ("sdpa, masked", False)]
-# The kinds of attention whose first call at new lengths is measured, and whether each may use cuDNN.
+# The kinds of attention whose first call at new lengths is measured, and whether cuDNN is allowed.
 MEASURED_AT_NEW_LENGTHS = [
     ("sdpa, masked", True),
     ("sdpa, masked", False),
@@ -55,20 +55,20 @@ Attention = Callable[[States], torch.Tensor]
 class AttentionLayer(nn.Module):
     """The attributes of a decoder's layer that the attention functions read."""
 
-    config = Qwen2Config()  # it has no sliding window
+    config = Qwen2Config()  # without a sliding window
     is_causal = True
     num_key_value_groups = NUM_HEADS // NUM_KEY_VALUE_HEADS
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """The arms of both cases, then those of the first calls at new lengths. On a CPU all lengths are short."""
+    """The arms of both cases, then the arms of first calls at new lengths. On a CPU all lengths are short."""
     on_gpu = device.type == "cuda"
     shrink = 1 if on_gpu else 128
     repeats = 20 if on_gpu else 2
 
     all_arms = []
     for case, full_lengths in CASES.items():
-        lengths = [max(length // shrink, 2) for length in full_lengths]  # a short sample would shrink to 0 tokens
+        lengths = [max(length // shrink, 2) for length in full_lengths]  # without `max`, some would shrink to 0
         for kind, cudnn in MEASURED_IN_CASES:
             measure = partial(measure_case, kind, cudnn=cudnn, lengths=lengths, repeats=repeats, device=device)
             settings = {"lengths": lengths, "repeats": repeats, "cudnn": cudnn}
@@ -91,7 +91,10 @@ def arm_name(case: str, kind: str, cudnn: bool) -> str:
 
 
 def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device) -> Figures:
-    """The median time of a forward and a backward pass, and the errors of output and gradients against float32."""
+    """The median time of a forward and a backward pass, and the errors of the output and of the gradients.
+
+    The errors are differences to a reference in float32.
+    """
     states = make_states(sum(lengths), device)
     grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
     attention = make_attention(kind, lengths, device)
@@ -107,24 +110,26 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
             stopwatch.mark()
     figures: Figures = {"milliseconds": statistics.median(stopwatch.seconds()) * 1000}
 
-    exact_states = [state.detach().float().requires_grad_() for state in states]
+    float32_states = [state.detach().float().requires_grad_() for state in states]
     reference = partial(attend_in_matrix_products, lengths=lengths)
-    expected = forward_and_backward(reference, exact_states, grad_output.float())
-    for name, actual_tensor, exact_tensor in zip(("output", "query", "key", "value"), computed, expected, strict=True):
-        error = (actual_tensor.float() - exact_tensor).norm() / exact_tensor.norm()
-        figures[f"{name}_relative_error"] = error.item()  # of the output, or of the gradient of query, key or value
+    expected = forward_and_backward(reference, float32_states, grad_output.float())
+    # Besides the output, these are the gradients of query, key and value.
+    names = ("output", "query", "key", "value")
+    for name, computed_tensor, expected_tensor in zip(names, computed, expected, strict=True):
+        error = (computed_tensor.float() - expected_tensor).norm() / expected_tensor.norm()
+        figures[f"{name}_relative_error"] = error.item()
     return figures
 
 
 def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: torch.device) -> Figures:
-    """The times of the first and of the second call at each length of a row. Each row holds two samples."""
-    first_calls = []
-    second_calls = []
+    """The times of the first and of the second call at new lengths of a row. Each row holds two samples."""
+    first_call_ms = []
+    second_call_ms = []
     with cudnn_attention(cudnn):
         for row_length in row_lengths:
-            first_sample = row_length // 3
-            second_sample = row_length - first_sample
-            attention = make_attention(kind, [first_sample, second_sample], device)
+            short_length = row_length // 3
+            long_length = row_length - short_length
+            attention = make_attention(kind, [short_length, long_length], device)
             states = make_states(row_length, device)
             grad_output = torch.randn(1, row_length, NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
 
@@ -134,14 +139,14 @@ def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: 
                 forward_and_backward(attention, states, grad_output)
                 stopwatch.mark()
             first_seconds, second_seconds = stopwatch.seconds()
-            first_calls.append(first_seconds * 1000)
-            second_calls.append(second_seconds * 1000)
+            first_call_ms.append(first_seconds * 1000)
+            second_call_ms.append(second_seconds * 1000)
 
     # The first length is left out, because the very first call also loads the kernels.
     return {
-        "first_call_ms": statistics.median(first_calls[1:]),
-        "slowest_first_call_ms": max(first_calls[1:]),
-        "second_call_ms": statistics.median(second_calls[1:]),
+        "first_call_ms": statistics.median(first_call_ms[1:]),
+        "slowest_first_call_ms": max(first_call_ms[1:]),
+        "second_call_ms": statistics.median(second_call_ms[1:]),
     }
 
 
@@ -172,7 +177,7 @@ def make_attention(kind: str, lengths: list[int], device: torch.device) -> Atten
 
         return attend_by_sample
 
-    mask = None
+    mask = None  # with "sdpa, causal", where the layer's `is_causal` is enough
     if kind == "sdpa, masked":
         # A token sees the earlier tokens of its own sample. Lengths 2 and 3 give the sample numbers 0, 0, 1, 1, 1.
         sample_numbers = torch.repeat_interleave(torch.tensor(lengths, device=device))  # [num_tokens]
@@ -206,7 +211,7 @@ def forward_and_backward(attention: Attention, states: States, grad_output: torc
 
 
 def attend_in_matrix_products(states: States, lengths: list[int]) -> torch.Tensor:
-    """The reference: causal attention of each sample by itself, in plain matrix products."""
+    """The output of causal attention within each sample, in plain matrix products: the reference."""
     # Each sample's query, key and value are [heads, length, head_dim].
     queries, keys, values = [state[0].split(lengths, dim=1) for state in states]
 

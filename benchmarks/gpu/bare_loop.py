@@ -1,7 +1,7 @@
 """A loop of plain PyTorch with compiled layers, on the model and the batches of our trainer.
 
-All batches are on the device before the loop begins, and the loop does nothing but train. So its speed is an upper
-bound of our trainer's speed.
+All batches are on the device before the loop begins, and the loop does nothing but train. So the loop's speed is an
+upper bound of our trainer's speed.
 """
 
 from itertools import islice
@@ -16,7 +16,7 @@ from training.stages import base_model
 
 
 class BareLoop(StepRecorder):
-    """A callback that takes all of a trainer's steps itself when the trainer begins, and then ends the training."""
+    """A callback that runs the loop when our trainer begins, and ends the training before the trainer takes a step."""
 
     def __init__(self, warmup: int, compile_backend: str) -> None:
         super().__init__(warmup)
@@ -25,8 +25,8 @@ class BareLoop(StepRecorder):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Train, keep the figures, and end the training."""
-        base = base_model(model)  # without the `PeftModel` around it
+        """Train by the loop, keep the figures, and end the training."""
+        base = base_model(model)  # the model inside a `PeftModel`
         for layer in base.model.language_model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=self.compile_backend)
 
@@ -51,11 +51,11 @@ class BareLoop(StepRecorder):
 
         loss = torch.stack(losses).mean().item()
         self.figures = {"loss": loss, **self.summary()}
-        raise TrainingMeasured  # ends the training before the trainer takes a step
+        raise TrainingMeasured
 
     def compute_gradients(self, base: Any, batches: list[dict[str, Any]], args: Any) -> torch.Tensor:
         """Do the forward and backward passes of a step. Returns the mean loss of the step's supervised tokens."""
-        # For each batch: the positions whose next token is supervised, and these next tokens.
+        # For each batch: the positions whose next token is supervised, and the tokens that follow them.
         targets = [supervised_tokens(batch["labels"]) for batch in batches]
         num_supervised = sum(len(next_tokens) for _, next_tokens in targets)
 
@@ -67,7 +67,7 @@ class BareLoop(StepRecorder):
                 states = base.model(**inputs, use_cache=False).last_hidden_state  # [batch_size, length, hidden_size]
                 logits = base.lm_head(states.flatten(0, 1)[positions])  # [supervised tokens, vocabulary]
 
-            # Summed over the step's batches, this is the mean loss of all supervised tokens.
+            # Summed over the step's batches, `batch_loss` is the mean loss of all supervised tokens.
             batch_loss = F.cross_entropy(logits.float(), next_tokens, reduction="sum") / num_supervised
             batch_loss.backward()
             step_loss += batch_loss.detach()

@@ -11,7 +11,7 @@ from benchmarks.gpu.stopwatch import Stopwatch
 
 
 # The shape of each product: the rows and the columns of the left matrix, and the columns of the right matrix. The last
-# two are products of the measured models' MLPs, for about as many tokens as a step has.
+# two are products of the measured models' MLPs, for 8192 and 4096 tokens, about as many as one forward pass has.
 PRODUCTS = {
     "product 8192 x 8192 x 8192": (8192, 8192, 8192),
     "product of Qwen2.5-7B's MLP": (8192, 3584, 18944),
@@ -56,16 +56,13 @@ def time_product(shape: list[int], repeats: int, device: torch.device) -> Figure
         stopwatch.mark()
 
     seconds = stopwatch.seconds()
-    # `median_high` takes the slower of the two middle times, so that the speed was really measured.
+    median_seconds = statistics.median_high(seconds)  # a measured time: the slower of the two in the middle
     flops = 2 * rows * inner * columns
-    return {
-        "best_tflops": flops / min(seconds) / 1e12,
-        "median_tflops": flops / statistics.median_high(seconds) / 1e12,
-    }
+    return {"best_tflops": flops / min(seconds) / 1e12, "median_tflops": flops / median_seconds / 1e12}
 
 
 def time_copy(num_bytes: int, repeats: int, device: torch.device) -> Figures:
-    """The median speed of `repeats` copies, counting both the bytes read and the bytes written."""
+    """The median speed of `repeats` copies."""
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
 
@@ -77,4 +74,5 @@ def time_copy(num_bytes: int, repeats: int, device: torch.device) -> Figures:
         stopwatch.mark()
 
     median_seconds = statistics.median_high(stopwatch.seconds())
+    # Each byte is read and written.
     return {"median_tb_per_second": 2 * num_bytes / median_seconds / 1e12}

@@ -6,24 +6,24 @@
 last step. This includes all that a trainer does between steps.
 
 **Model FLOPs** are the FLOPs that a step needs, not those that the device did: what gradient checkpointing computes a
-second time doesn't count, and neither does padding. They are the sum of two kinds:
-- Linear layers and convolutions. For each token, a matrix of N weights takes 6N FLOPs if it is trained (2N forward, 2N
-  for the gradient of its input, 2N for the gradient of the matrix), 4N if it is frozen and gradients pass through it,
-  and 2N if no gradients pass.
+second time doesn't count, and neither does padding. Model FLOPs are the sum of two kinds:
+- Linear layers and convolutions. For each token, a matrix of N weights takes 6N FLOPs if the matrix is trained (2N
+  forward, 2N for the gradient of the input, 2N for the gradient of the matrix), 4N if the matrix is frozen and
+  gradients pass through it, and 2N if no gradients pass.
 - Attention. For a sample of L tokens, a layer whose query has H numbers for each token (number of heads times head
-  size) takes 2 L² H FLOPs forward in the decoder, which is causal, and 4 L² H in the encoder. With a
-  backward pass, it takes three times as many.
+  size) takes 2 L² H FLOPs forward in the decoder, which is causal, and 4 L² H in the encoder. Forward and backward
+  together take three times as many.
 
 In the encoder, only the layers whose output the model uses count, for every patch and for the CLS token. The language
 model's head counts for supervised tokens only.
 
-**Shares** are model FLOPs over the FLOPs that the device could have done in the same time. There are two: one takes
-the device's peak, 989 TFLOP/s for an H100 and an H200 in bfloat16, the other the speed of the fastest matrix product
-that was measured on the same device.
+**Shares** are model FLOPs over the FLOPs that the device could have done in the same time. There are two shares. One
+takes the device's peak, 989 TFLOP/s for an H100 and an H200 in bfloat16. The other takes the speed of the fastest
+matrix product that was measured on the same device.
 
-**The layers' time** is the time from the input of the decoder's first layer to its last norm, and in the backward pass
-from this norm to that input. It includes masks, rotary embeddings, and what gradient checkpointing computes again. Its
-share counts the FLOPs of the decoder's layers only.
+**The layers' time** is the time from the input of the decoder's first layer to the decoder's last norm, and in the
+backward pass from this norm to that input. It includes masks, rotary embeddings, and what gradient checkpointing
+computes again. The layers' share counts the FLOPs of the decoder's layers only.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ PEAK_FLOPS = 989e12  # bfloat16, dense: an H100 SXM and an H200
 
 @dataclass(frozen=True)
 class Work:
-    """How much one or more steps compute: the samples, pictures and supervised tokens of their inputs."""
+    """How much one or more steps compute: the samples, pictures and supervised tokens of the steps' inputs."""
 
     lengths: list[int]
     """The number of tokens of each sample, without padding."""
@@ -65,7 +65,7 @@ def model_flops(trained: Any, work: Work) -> Flops:
     """The model FLOPs of training, as this file defines them.
 
     Args:
-        trained: A Llava or NormLlava, or the `PeftModel` around it, prepared for its stage.
+        trained: A Llava or NormLlava, or the `PeftModel` around it, prepared for its stage of training.
         work: How much the training computes.
     """
     model = base_model(trained)
@@ -94,14 +94,14 @@ def weight_flops(module: nn.Module, gradients_pass: bool, unread: frozenset[int]
 
     Args:
         module: The module.
-        gradients_pass: Whether gradients pass through those of its layers that are frozen.
+        gradients_pass: Whether gradients pass through the module's frozen layers.
         unread: The `id` of each weight that doesn't count, because the model doesn't use its layer's output.
     """
     total = 0
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Linear | nn.Conv2d):
             continue
-        # Where PEFT trains a module in full, it trains a copy, and keeps the original, unused, as `original_module`.
+        # Where PEFT trains a module in full, it trains a copy and keeps the unused original as `original_module`.
         is_unused_original = "original_module" in name.split(".")
         if is_unused_original or id(layer.weight) in unread:
             continue
@@ -119,7 +119,7 @@ def weight_flops(module: nn.Module, gradients_pass: bool, unread: frozenset[int]
 def num_weights(layer: nn.Linear | nn.Conv2d) -> int:
     """The number of weights in a layer's matrix."""
     if isinstance(layer, nn.Linear):
-        # For 4-bit weights, `weight.numel()` is half of this number, as an element holds two weights.
+        # For 4-bit weights, `weight.numel()` is only half of this number, as an element holds two weights.
         return layer.in_features * layer.out_features
     return layer.weight.numel()
 
@@ -140,17 +140,18 @@ def encoder_positions(model: Any) -> int:
 def encoder_attention_flops(model: Any, gradients_pass: bool) -> int:
     """The model FLOPs of attention in the encoder's layers that the model reads, for one picture."""
     config = model.config.vision_config
-    # `vision_feature_layer` is an index of `hidden_states`, a list that begins with the embeddings. So index i is the
-    # output of the i-th layer. The remainder turns an index from the end, such as -2, into one from the beginning.
+    # `vision_feature_layer` is an index of `hidden_states`, a list of the embeddings and each layer's output. So the
+    # model reads as many layers as the index says. The remainder is for negative indices: with 27 layers, -2 gives 26.
     num_layers = model.config.vision_feature_layer % (config.num_hidden_layers + 1)
-    forward = 4 * encoder_positions(model) ** 2 * config.hidden_size * num_layers
-    return 3 * forward if gradients_pass else forward
+    forward_flops = 4 * encoder_positions(model) ** 2 * config.hidden_size * num_layers
+    return 3 * forward_flops if gradients_pass else forward_flops
 
 
 def decoder_attention_flops(model: Any, lengths: list[int]) -> int:
     """The model FLOPs of attention in one layer of the decoder, for samples of these lengths."""
     config = model.config.text_config
+    # Some configs have no `head_dim`, and in some it is `None`.
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_size = config.num_attention_heads * head_dim
-    forward = sum(2 * length**2 * query_size for length in lengths)
-    return 3 * forward  # gradients always pass
+    forward_flops = sum(2 * length**2 * query_size for length in lengths)
+    return 3 * forward_flops  # gradients always pass

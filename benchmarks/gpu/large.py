@@ -1,8 +1,8 @@
 """The arms with the shapes of Qwen2.5-7B and SigLIP-SO400M-patch14-384.
 
-They are stage 1, LoRA, QLoRA, and full training of a model with half as many decoder layers. A step takes 16 rows of
-data, around 15,000 tokens. They are packed into two sequences of up to 8192 tokens, or padded to equal length in two
-passes of 8.
+They are stage 1 ("align"), LoRA and QLoRA ("adapt"), and full training ("instruct") with half as many decoder layers.
+A step takes 16 samples, around 15,000 tokens. The samples are packed into two rows of up to 8192 tokens, or padded to
+equal length in two passes of 8 samples.
 """
 
 from dataclasses import replace
@@ -18,21 +18,20 @@ from benchmarks.gpu.trainers import Training, Workplace, training_arm
 
 
 PACKED_LENGTH = 8192
-# Number of steps that are measured, after the warm-up. The slow arms measure fewer.
+# Number of measured steps, after the warm-up. Slow arms measure fewer.
 MEASURED_STEPS = 5
 SLOW_MEASURED_STEPS = 3
-# Number of steps of the warm-up with compiled layers: on an H200, a second graph was compiled in the third step.
+# Number of steps of the warm-up with compiled layers: on an H200, the third step compiled a second graph.
 COMPILED_WARMUP = 3
 
 
 def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """Stage 1 and LoRA with all layers, the most important arms first."""
+    """The arms of stage 1 and of LoRA, with all decoder layers. The most important arms come first."""
     workplace = make_workplace(device, folder, num_layers=28)
 
     varlen = packed_training(device, "adapt")
     compiled = with_compiled_layers(varlen)
-    # Here torch chooses the kernel of attention, and it may choose cuDNN's.
-    packed_by_mask = replace(varlen, attention="sdpa", cudnn=True)
+    packed_by_mask = replace(varlen, attention="sdpa", cudnn=True)  # torch chooses sdpa's kernel, perhaps cuDNN's
     if device.type == "cuda":
         packed_by_mask = replace(packed_by_mask, steps=packed_by_mask.warmup + SLOW_MEASURED_STEPS)
     padded = replace(varlen, packed_length=None, attention="sdpa")
@@ -57,7 +56,7 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def full_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """Stage 2 in full, with 8-bit Adam and 14 layers. With 28 layers it doesn't fit on a card of 80 GB."""
+    """The arms of stage 2 in full, with 8-bit Adam and 14 layers. 28 layers don't fit on a card of 80 GB."""
     workplace = make_workplace(device, folder, num_layers=14)
     varlen = replace(packed_training(device, "instruct"), optimizer="adamw_bnb_8bit")
     compiled = with_compiled_layers(varlen)
@@ -70,7 +69,7 @@ def full_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """QLoRA as in the recipe qlora.yaml, in packed rows of up to 4096 tokens, to see that it fits into memory."""
+    """The arms of QLoRA, with options of the recipe qlora.yaml and packed rows of up to 4096 tokens."""
     workplace = make_workplace(device, folder, num_layers=28)
     varlen = replace(
         packed_training(device, "adapt"),
@@ -90,7 +89,7 @@ def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def packed_training(device: torch.device, stage: Literal["align", "instruct", "adapt"]) -> Training:
-    """Our command with everything that makes it fast, except compiled layers.
+    """Training by our command with all its options for speed, except compiled layers.
 
     Samples are packed, attention is computed by sample, and workers of the data loader read the samples.
     """
@@ -108,7 +107,7 @@ def packed_training(device: torch.device, stage: Literal["align", "instruct", "a
 
 
 def with_compiled_layers(training: Training) -> Training:
-    """The same training with compiled layers. As many steps are measured, after a longer warm-up."""
+    """The same training with compiled layers and a longer warm-up. It measures as many steps."""
     measured_steps = training.steps - training.warmup
     return replace(training, compiled=True, steps=COMPILED_WARMUP + measured_steps, warmup=COMPILED_WARMUP)
 
@@ -123,11 +122,12 @@ def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workp
         device=device,
         rows_per_step=16 if on_gpu else 4,
         rows_per_pass=8 if on_gpu else 2,
-        workers=8 if on_gpu else 1,
+        num_workers=8 if on_gpu else 1,
         compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")
-    num_rows = (COMPILED_WARMUP + MEASURED_STEPS) * workplace.rows_per_step
+    most_steps = COMPILED_WARMUP + MEASURED_STEPS
+    num_rows = most_steps * workplace.rows_per_step
     lengths = LLAVA_LIKE if on_gpu else TINY
     write_rows(folder, num_rows, config.vision_config.image_size, lengths)
     return workplace

@@ -1,4 +1,4 @@
-"""Makes models of real shapes with random weights on the device, and folders with their config and processor.
+"""Makes models of real shapes with random weights on the device, and writes their config and processor to a folder.
 
 Speed doesn't depend on the values of weights, so nothing is downloaded and no weights are written to disk.
 """
@@ -111,12 +111,12 @@ def llava_config(
         image_seq_length=(vision.image_size // vision.patch_size) ** 2,
         vision_feature_layer=vision_feature_layer,
         vision_feature_select_strategy=select_strategy,
-        projector_norm_target=1.0,  # any value: speed doesn't depend on it
+        projector_norm_target=1.0,  # any value would do, as speed doesn't depend on it
     )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes and `SPECIAL_TOKENS`. So an ASCII text has a token for each character."""
+    """A tokenizer whose tokens are bytes and `SPECIAL_TOKENS`. So each character of an ASCII text is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -137,7 +137,7 @@ def write_folder(config: NormLlavaConfig, folder: Path) -> None:
     vision = config.vision_config
     size = {"height": vision.image_size, "width": vision.image_size}
     if isinstance(vision, Dinov2Config):
-        # Nothing is cropped, but the processor counts a picture's image tokens by the crop size.
+        # Nothing is cropped, but `LlavaProcessor` computes the number of image tokens from the crop size.
         image_processor: Any = BitImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
     else:
         image_processor = SiglipImageProcessorPil(size=size, crop_size=size)
@@ -186,11 +186,11 @@ def make_plain_llava(config: NormLlavaConfig, dtype: torch.dtype, device: torch.
 
 
 def quantize(model: NormLlavaForConditionalGeneration, quantization: BitsAndBytesConfig, device: torch.device) -> None:
-    """Replace the language model's linear layers by 4-bit ones with random weights.
+    """Replace the language model's linear layers by 4-bit layers with random weights.
 
     The same layers are replaced as when a checkpoint is loaded with this `quantization`.
     """
-    import bitsandbytes
+    import bitsandbytes  # only these arms need it
 
     quantizer = AutoHfQuantizer.from_config(quantization)
     # This replaces the layers. The new layers' weights have options, such as the 4-bit type, but no data.

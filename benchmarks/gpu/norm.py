@@ -1,8 +1,8 @@
-"""Compares GWC, a LayerNorm with global weight compensation, and `nn.LayerNorm` in time and in errors.
+"""Compares GWC, a LayerNorm with global weight compensation, with `nn.LayerNorm` in time and in errors.
 
     python -m benchmarks.gpu.norm --output benchmarks/results/norm_cpu.json
 
-This command measures on a CPU. For a GPU, `python -m benchmarks.gpu` measures the arms that this file lists.
+This command measures on a CPU. `python -m benchmarks.gpu` measures this file's `arms`, usually on a GPU.
 """
 
 import argparse
@@ -27,16 +27,15 @@ from modeling_normllava.modeling_normllava import MIN_MEAN_GAIN
 TOKENS_PER_PICTURE = 729  # SigLIP-SO400M-patch14-384
 HIDDEN_SIZE = 3584  # Qwen2.5-7B
 NUM_TOKENS = 8 * TOKENS_PER_PICTURE
-# On a GPU, the kernels of only eight pictures would end before Python has started the next ones, and so Python's time
-# would be measured.
+# On a GPU, kernels for eight pictures would end before Python starts the next kernels, and Python's time would be
+# measured.
 NUM_TOKENS_ON_GPU = 64 * TOKENS_PER_PICTURE
-# For a rehearsal of the benchmark on a CPU.
-NUM_TOKENS_IN_REHEARSAL = 64
+NUM_TOKENS_IN_REHEARSAL = 64  # when `python -m benchmarks.gpu --cpu` measures the arms
 # The mean gain of the norms. With this gain, a LayerNorm's outputs have the L2 norm T = 0.80, the mean norm of
 # Qwen2.5-7B's text embeddings (arXiv 2512.08374, Table 1).
 GAIN = 0.80 / HIDDEN_SIZE**0.5
-# The standard deviation of the inputs. It isn't 1, so that the norm has something to normalise.
-INPUT_STD = 30
+NUM_TIMINGS = 5  # an arm's time is the median of so many measurements
+INPUT_STD = 30  # the standard deviation of the inputs; not 1, so that the norm changes them
 
 KINDS: dict[str, type[nn.LayerNorm]] = {
     "LayerNorm": nn.LayerNorm,
@@ -45,7 +44,7 @@ KINDS: dict[str, type[nn.LayerNorm]] = {
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """The arms of both kinds of norm: on float32 inputs, then on bfloat16 inputs under autocast, as in training."""
+    """The arms of both norms: with float32 inputs, then with bfloat16 inputs under autocast, as in training."""
     on_gpu = device.type == "cuda"
     num_tokens = NUM_TOKENS_ON_GPU if on_gpu else NUM_TOKENS_IN_REHEARSAL
     passes = 200 if on_gpu else 3
@@ -78,8 +77,7 @@ def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, de
     with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
         grad_output = torch.randn_like(norm(inputs))
         time_passes(norm, inputs, grad_output, passes)  # a warm-up
-        # Five measurements, of which the median is taken below.
-        seconds_per_pass = [time_passes(norm, inputs, grad_output, passes) / passes for _ in range(5)]
+        seconds_per_pass = [time_passes(norm, inputs, grad_output, passes) / passes for _ in range(NUM_TIMINGS)]
         output = norm(inputs)
         (gradient,) = torch.autograd.grad(output, inputs, grad_output)
 
@@ -93,7 +91,7 @@ def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, de
 
 
 def time_passes(norm: Any, inputs: torch.Tensor, grad_output: torch.Tensor, passes: int) -> float:
-    """The seconds that `passes` forward and backward passes take in all. On a GPU they are queued without waiting."""
+    """The seconds that `passes` forward and backward passes take in all. On a GPU, all are queued before any wait."""
     stopwatch = Stopwatch(inputs.device)
     stopwatch.mark()
     for _ in range(passes):
@@ -110,7 +108,7 @@ def compute_in_float64(
     """The reference: a norm's output and the gradient of its inputs, computed in float64 from the formula.
 
     Args:
-        norm: The norm whose weights are taken.
+        norm: The norm whose weight, bias and `eps` are used.
         inputs: The norm's inputs.
         grad_output: The gradient of the norm's output.
         is_compensated: Whether to divide the gradient of the normalised inputs by the mean gain, as GWC does
@@ -138,7 +136,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def float64_gradient_error() -> float:
-    """The relative error of GWC's input gradient if GWC itself runs in float64, on the tokens of one picture."""
+    """The relative error of the gradient of GWC's inputs if GWC runs in float64, on the tokens of one picture."""
     norm = make_norm(GlobalWeightCompensatedLayerNorm, torch.device("cpu")).double()
     inputs = INPUT_STD * torch.randn(TOKENS_PER_PICTURE, HIDDEN_SIZE, dtype=torch.float64)
     inputs.requires_grad_()
@@ -151,7 +149,7 @@ def float64_gradient_error() -> float:
 def time_ratios(repeats: int) -> list[float]:
     """GWC's time over LayerNorm's on a CPU, one ratio for each repeat.
 
-    The two norms take turns, so that other load slows both.
+    The two norms take turns, so that other load on the machine slows both.
     """
     device = torch.device("cpu")
     gwc = make_norm(GlobalWeightCompensatedLayerNorm, device)

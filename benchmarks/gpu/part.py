@@ -1,6 +1,6 @@
 """Measures those arms of one part that have no line in the file of results yet.
 
-`python -m benchmarks.gpu` runs this as a process for each part.
+`python -m benchmarks.gpu` starts this module as a process for each part.
 """
 
 import argparse
@@ -45,9 +45,9 @@ def measure_part(
         device: The device to measure on.
         results: The file of results. Arms that have a line there are skipped.
         folder: Folder for the rows, pictures and configs that the arms read.
-        commit: Commit of this code; by default git's.
-        first_arm_died: Whether an earlier process died while it measured the first arm without a line. That arm then
-            gets a line that says so.
+        commit: Commit of this code; by default the commit that git names.
+        first_arm_died: Whether an earlier process died while it measured the first arm without a line. This arm then
+            gets a line with an error, and isn't measured.
 
     Raises:
         RuntimeError: if an error has left the device unusable for this process. A new process can measure the arms
@@ -55,7 +55,7 @@ def measure_part(
     """
     environment = describe_environment(device.type, num_processes=1, resumed=False)
     finished = {line.arm for line in read_lines(results) if line.part == part}
-    missing = [arm for arm in make_arms(part, device, folder) if arm.name not in finished]
+    missing_arms = [arm for arm in make_arms(part, device, folder) if arm.name not in finished]
 
     def write_line(arm: Arm, outcome: Outcome) -> None:
         line = Line(
@@ -65,17 +65,17 @@ def measure_part(
             commit=commit or environment.commit,
             packages=environment.packages,
             settings=arm.settings,
-            beside=arm.compared_with,  # the results file has this name for it
+            beside=arm.compared_with,  # the file of results keeps this name
             figures=outcome.figures,
             error=outcome.error,
         )
         append_line(results, line)
 
-    if first_arm_died and missing:
-        first_arm = missing.pop(0)
+    if first_arm_died and missing_arms:
+        first_arm = missing_arms.pop(0)
         write_line(first_arm, Outcome(error="Measuring this arm ended the process."))
 
-    for arm in missing:
+    for arm in missing_arms:
         logger.info("%s: %s ...", part, arm.name)
         started = time.monotonic()
         outcome = measure_arm(arm)
@@ -91,7 +91,7 @@ def measure_part(
 def make_arms(part: str, device: torch.device, folder: Path) -> list[Arm]:
     """The arms of a part.
 
-    Only the module of this part is imported, because some of the modules load TRL, which takes seconds.
+    Only the part's own module is imported, because some of the modules load TRL, which takes seconds.
     """
     if part == "ceilings":
         from benchmarks.gpu import ceilings
@@ -124,12 +124,12 @@ def measure_arm(arm: Arm) -> Outcome:
     """Measure an arm. Any error is caught, so that the next arm is measured too."""
     try:
         return Outcome(figures=arm.measure())
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # our training command ends by `SystemExit`
         return Outcome(error=f"{type(error).__name__}: {str(error)[:1000]}")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options that `python -m benchmarks.gpu` gives this process."""
+    """The options that `python -m benchmarks.gpu` gives to this module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)

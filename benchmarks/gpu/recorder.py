@@ -16,7 +16,7 @@ from training.stages import base_model
 
 
 class TrainingMeasured(Exception):
-    """Raised to end a training after its last step, so that the model isn't saved, which takes long."""
+    """Raised to end a training after its last step, because saving the model would take long."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Pass:
     step: int
     """Number of the training step, from 0."""
     attention_mask: torch.Tensor | None
-    """The mask of padded rows. For a packed row it isn't read."""
+    """The mask of padded rows. For a packed row, `sample_bounds` is read instead."""
     sample_bounds: torch.Tensor | None
     """For a packed row, 0 and then the position at which each sample ends. `None` for padded rows."""
     num_images: int
     is_supervised: torch.Tensor
-    """For each predicted token, whether the loss counts it."""
+    """Whether the loss counts the next token, for each position."""
 
     def lengths(self) -> list[int]:
         """The number of tokens of each sample, without padding."""
@@ -41,7 +41,7 @@ class Pass:
         return self.attention_mask.sum(1).tolist()
 
     def num_computed_tokens(self) -> int:
-        """The number of tokens of all samples, with padding."""
+        """The number of tokens of all samples, padding included."""
         if self.sample_bounds is not None:
             return int(self.sample_bounds[-1])
         assert self.attention_mask is not None
@@ -49,10 +49,10 @@ class Pass:
 
 
 class StepRecorder(TrainerCallback):
-    """Measures the steps of a trainer that follow the warm-up.
+    """Measures the steps of a trainer after its warm-up.
 
     Args:
-        warmup: Number of steps at the beginning that are not measured.
+        warmup: Number of steps of the warm-up.
     """
 
     def __init__(self, warmup: int) -> None:
@@ -61,7 +61,7 @@ class StepRecorder(TrainerCallback):
         self.passes: list[Pass] = []
         self.figures: Figures = {}
         self.synchronisation_counter = SynchronisationCounter()
-        # How often each line of code waited for the GPU in a step.
+        # How often each line of code waited for the GPU in one step.
         self.synchronisations: dict[str, int] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -69,12 +69,12 @@ class StepRecorder(TrainerCallback):
         self.watch(model, args.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count what waits for the GPU in the last step of the warm-up, since counting takes time."""
+        """Count what waits for the GPU, in the last step of the warm-up: counting would slow a measured step."""
         if self.step == self.warmup - 1:
             self.synchronisation_counter.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record that a step of the trainer has ended."""
+        """End the count of what waits for the GPU, and record that the step has ended."""
         if self.step == self.warmup - 1:
             self.synchronisations = self.synchronisation_counter.stop()
         self.end_step()
@@ -97,7 +97,7 @@ class StepRecorder(TrainerCallback):
         self.step_stopwatch.mark()
 
     def end_step(self) -> None:
-        """Record that a step has ended."""
+        """Record that a step has ended, of a trainer or of the bare loop."""
         self.step += 1
         self.step_stopwatch.mark()
 
@@ -106,11 +106,11 @@ class StepRecorder(TrainerCallback):
 
     def record_pass(self, inputs: dict[str, Any]) -> None:
         """Record the inputs of a forward pass."""
-        # Our trainer passes the token to predict at each position as `shift_labels`. Other trainers pass `labels`, in
-        # which this token stands one position later.
-        labels = inputs.get("shift_labels")
-        if labels is None:
-            labels = inputs["labels"][:, 1:]
+        # Our trainer passes the next token of each position as `shift_labels`. Other trainers pass `labels`, in which
+        # the next token stands one position later.
+        next_tokens = inputs.get("shift_labels")
+        if next_tokens is None:
+            next_tokens = inputs["labels"][:, 1:]
 
         images = inputs.get("pixel_values")
         self.passes.append(
@@ -119,28 +119,25 @@ class StepRecorder(TrainerCallback):
                 attention_mask=inputs.get("attention_mask"),
                 sample_bounds=inputs.get("cu_seq_lens_q"),
                 num_images=0 if images is None else len(images),
-                is_supervised=labels != IGNORED,
+                is_supervised=next_tokens != IGNORED,
             )
         )
 
-    # These hooks mark four moments of each pass, in this order: it enters the first layer, it leaves the last layer,
-    # and in the backward pass the gradient enters the last layer and leaves the first layer.
+    # These hooks mark four moments of each pass, in this order: forward it enters the first layer and leaves the last
+    # layer, and backward it enters the last layer and leaves the first layer.
     def _enter_layers(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self.layers_stopwatch.mark()
-        inputs["inputs_embeds"].register_hook(self._mark_gradient)
+        inputs["inputs_embeds"].register_hook(self._mark_gradient)  # called when the gradient leaves the first layer
 
     def _leave_layers(self, module: nn.Module, args: tuple[torch.Tensor]) -> None:
         self.layers_stopwatch.mark()
-        args[0].register_hook(self._mark_gradient)
+        args[0].register_hook(self._mark_gradient)  # called when the gradient enters the last layer
 
     def _mark_gradient(self, gradient: torch.Tensor) -> None:
         self.layers_stopwatch.mark()
 
     def summary(self) -> Figures:
-        """The figures of the measured steps, as definitions.py defines them.
-
-        The peak of memory is the exception: it covers the warm-up too.
-        """
+        """The figures of the measured steps, as definitions.py defines them. The peak of memory covers all steps."""
         step_seconds = self.step_stopwatch.seconds()[self.warmup :]
         seconds = sum(step_seconds)
         layers_seconds = self._layers_seconds()
@@ -180,11 +177,11 @@ class StepRecorder(TrainerCallback):
         for number, forward_pass in enumerate(self.passes):
             if forward_pass.step < self.warmup:
                 continue
-            # A pass has four marks, and so four intervals up to the first mark of the next pass. The first is its
-            # forward time, and the third its backward time.
-            first_interval = 4 * number
-            forward_seconds = intervals[first_interval]
-            backward_seconds = intervals[first_interval + 2]
+            # A pass has four marks. The interval after the first mark is the forward time, and the interval after the
+            # third mark is the backward time.
+            first_mark = 4 * number
+            forward_seconds = intervals[first_mark]
+            backward_seconds = intervals[first_mark + 2]
             total += forward_seconds + backward_seconds
         return total
 

@@ -1,4 +1,4 @@
-"""The file of results: a line of JSON for each arm, written as soon as the arm is done."""
+"""Writes and reads the file of results: a line of JSON for each arm, written as soon as the arm is done."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-Figures = dict[str, Any]
+Figures = dict[str, Any]  # the name of each figure, such as "tokens_per_second", and its value
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Arm:
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings that the figures depend on. They are written into the arm's line."""
     compared_with: str | None = None
-    """Name of the arm that the table compares this one with."""
+    """Name of the arm that the table compares this arm with."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Line:
     packages: dict[str, str]
     settings: dict[str, Any]
     beside: str | None = None
-    """Name of the arm that the table compares this one with."""
+    """Name of the arm that the table compares this arm with."""
     figures: Figures | None = None
     error: str | None = None
 
@@ -48,13 +48,14 @@ def append_line(path: Path, line: Line) -> None:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines of the file; none if there is no file yet. If the last line was cut off, it is left out."""
+    """All lines of the file; no lines if there is no file yet. A last line that was cut off is left out."""
     if not path.exists():
         return []
 
     lines = []
     for text in path.read_text(encoding="utf-8").split("\n"):
-        is_whole = text.endswith("}")  # as JSON does. The text after the last line break is empty or was cut off.
+        # A whole line is a JSON object. The text after the last line break is empty, or a line that was cut off.
+        is_whole = text.endswith("}")
         if is_whole:
             lines.append(Line(**json.loads(text)))
     return lines

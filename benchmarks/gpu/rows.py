@@ -1,11 +1,11 @@
-"""Makes the rows and pictures that training is timed on. They are the same every time.
+"""Makes the rows and pictures that training is timed on. Every call makes the same rows and pictures.
 
 There are two files of rows:
-- captions: a picture and a caption;
-- conversations: a question and an answer, in nine rows of ten about a picture.
+- captions.json: each row has a picture and a caption;
+- conversations.json: each row has a question and an answer, and nine rows of ten have a picture.
 
 The lengths of texts are drawn from a log-normal distribution: a few texts are many times as long as most, as in
-LLaVA-NeXT's mixture. The parameters are guesses, not measured on any data. A text is random letters, and each letter
+LLaVA-NeXT's mixture. Its parameters are guesses, not measured on any data. A text is random letters, and each letter
 is a token (see `byte_tokenizer` in models.py).
 """
 
@@ -36,14 +36,14 @@ class Lengths:
     spread: float
     """Sigma of the log-normal distributions."""
     longest: int
-    """Longer draws are cut to this length."""
+    """The largest length. Longer draws are cut to it."""
 
 
 # With these lengths a conversation has around 70 tokens, of which 36 are image tokens.
 EMOJI_LIKE = Lengths(question=9, answer=5, caption=5, spread=0.6, longest=60)
 # With these lengths a conversation has around 1000 tokens, of which 729 are image tokens. The longest have over 2000.
 LLAVA_LIKE = Lengths(question=60, answer=120, caption=40, spread=0.9, longest=1400)
-# These lengths are for rehearsals on a CPU.
+# For rehearsals on a CPU.
 TINY = Lengths(question=6, answer=6, caption=5, spread=0.6, longest=20)
 
 
@@ -54,14 +54,14 @@ def write_rows(folder: Path, num_rows: int, picture_size: int, lengths: Lengths)
     conversations = []
     for number in range(num_rows):
         name = f"{number}.png"
-        make_picture(rng, picture_size).save(folder / name, compress_level=1)
+        make_picture(rng, picture_size).save(folder / name, compress_level=1)  # 1 is the fastest
 
         caption = random_text(rng, lengths.caption, lengths)
         captions.append(make_row(name, "What is this?", caption))
 
         question = random_text(rng, lengths.question, lengths)
         answer = random_text(rng, lengths.answer, lengths)
-        has_picture = number % 10 != 9  # in nine rows of ten
+        has_picture = number % 10 != 9  # nine rows of ten
         picture = name if has_picture else None
         conversations.append(make_row(picture, question, answer))
 
@@ -70,7 +70,7 @@ def write_rows(folder: Path, num_rows: int, picture_size: int, lengths: Lengths)
 
 
 def make_row(picture: str | None, question: str, answer: str) -> dict[str, Any]:
-    """A row in LLaVA's layout. `picture` is the name of the picture's file, `None` if there is no picture."""
+    """A row in LLaVA's layout. `picture` is the name of a picture's file, or `None`."""
     if picture is not None:
         question = f"<image>\n{question}"
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
@@ -81,15 +81,15 @@ def make_row(picture: str | None, question: str, answer: str) -> dict[str, Any]:
 
 
 def random_text(rng: np.random.Generator, median: int, lengths: Lengths) -> str:
-    """Random letters and spaces, their number drawn from a log-normal distribution with this median."""
+    """Random letters and spaces. Their number is drawn from the distribution in `lengths` with this median."""
     drawn = rng.lognormal(np.log(median), lengths.spread)
     count = int(np.clip(drawn, 1, lengths.longest))
-    # The first and the last character are letters, because spaces there would be stripped.
+    # Both ends are letters, because a space at an end would be stripped.
     return "a" + "".join(rng.choice(LETTERS, count)) + "z"
 
 
 def make_picture(rng: np.random.Generator, size: int) -> Image.Image:
-    """A picture of random colours in cells of 4 x 4 pixels, so that its PNG is about as large as a photograph's."""
+    """A picture of cells of 4 x 4 pixels in random colours, whose PNG is about as large as a photograph's."""
     num_cells = math.ceil(size / 4)
     colours = rng.integers(0, 256, (num_cells, num_cells, 3), dtype=np.uint8)
     pixels = colours.repeat(4, axis=0).repeat(4, axis=1)  # [4 * num_cells, 4 * num_cells, 3]

@@ -1,6 +1,6 @@
 """The arms with the emoji example's model of 135 million weights: TRL's trainer, our command, and a bare loop.
 
-Our command is measured with its defaults, then with one more option in each arm. An arm takes 20 steps of 64 rows.
+Our command is measured with its defaults, then with more and more options for speed. An arm takes 20 steps of 64 rows.
 With so small a model, a large GPU mostly waits for pictures and for kernels to start.
 """
 
@@ -20,14 +20,14 @@ PACKED_LENGTH = 16384  # tokens; all rows of a step fit into one packed row
 
 
 def arms(device: torch.device, folder: Path) -> list[Arm]:
-    """Write what the arms read, and return the arms: stage 2 from the defaults to the fastest, then stage 1."""
+    """Write what the arms read, and return the arms: stage 2 ("instruct"), then stage 1 ("align")."""
     on_gpu = device.type == "cuda"
     workplace = make_workplace(device, folder)
 
     num_steps = NUM_STEPS if on_gpu else 3
     warmup = 3 if on_gpu else 1
     trl = Training("TRL", "instruct", steps=num_steps, warmup=warmup)
-    trl_with_options_of_ours = replace(trl, cudnn=False, workers=True, checkpointing=False)
+    trl_with_our_options = replace(trl, cudnn=False, workers=True, checkpointing=False)
     ours = replace(trl, trainer="ours")
     without_cudnn = replace(ours, cudnn=False)
     with_workers = replace(without_cudnn, workers=True)
@@ -39,11 +39,11 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     bare = replace(packed_compiled, trainer="bare")
 
     # Each tuple has the name of an arm, its training, and the name of the arm that it is compared with. In names, "as
-    # it is" means with default options, and "+" means options added to those of an earlier arm. The last arm takes
-    # longest to compile.
+    # it is" means with default options, and "+" means options added to those of an earlier arm. The slowest arm to
+    # compile comes last.
     named_trainings = [
         ("stage 2: TRL as it is", trl, None),
-        ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_with_options_of_ours, "stage 2: TRL as it is"),
+        ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_with_our_options, "stage 2: TRL as it is"),
         ("stage 2: ours as it is", ours, "stage 2: TRL as it is"),
         ("stage 2: + no cuDNN", without_cudnn, "stage 2: ours as it is"),
         ("stage 2: + workers", with_workers, "stage 2: + no cuDNN"),
@@ -52,7 +52,7 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
         ("stage 2: packed by sdpa's mask", packed_by_mask, "stage 2: + no checkpointing"),
         ("stage 2: + packed, varlen, compiled", packed_compiled, "stage 2: + packed, varlen"),
         ("stage 2: bare loop, compiled", bare, "stage 2: + packed, varlen, compiled"),
-        ("stage 1: TRL, workers, no cuDNN, no checkpointing", replace(trl_with_options_of_ours, stage="align"), None),
+        ("stage 1: TRL, workers, no cuDNN, no checkpointing", replace(trl_with_our_options, stage="align"), None),
         ("stage 1: ours, padded", replace(padded, stage="align"), "stage 1: TRL, workers, no cuDNN, no checkpointing"),
         ("stage 1: + packed, varlen", replace(packed, stage="align"), "stage 1: ours, padded"),
         ("stage 1: + packed, varlen, compiled", replace(packed_compiled, stage="align"), "stage 1: + packed, varlen"),
@@ -74,7 +74,7 @@ def make_workplace(device: torch.device, folder: Path) -> Workplace:
         device=device,
         rows_per_step=64 if on_gpu else 4,
         rows_per_pass=64 if on_gpu else 4,
-        workers=8 if on_gpu else 1,
+        num_workers=8 if on_gpu else 1,
         compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")

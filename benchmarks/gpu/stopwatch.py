@@ -1,6 +1,6 @@
 """Measures all times of the benchmarks.
 
-On a GPU it uses the GPU's clock, and reads this clock only when all is measured. So no measured work waits for it.
+On a GPU, times are those of the GPU's clock. They are read only when all is measured, so that no measured work waits.
 """
 
 import time
@@ -13,8 +13,8 @@ import torch
 class Stopwatch:
     """Marks moments in the device's work.
 
-    On a GPU a mark is a CUDA event, which happens when the work queued before it is done. On a CPU a mark is the time
-    in seconds.
+    On a GPU a mark is a CUDA event, which happens when the GPU has done the work queued before the event. On a CPU a
+    mark is the time in seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,5 +37,5 @@ class Stopwatch:
             return [after - before for before, after in pairwise(self._marks)]
 
         torch.cuda.synchronize()
-        # `elapsed_time` is in milliseconds.
-        return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._marks)]
+        intervals = [before.elapsed_time(after) for before, after in pairwise(self._marks)]  # in milliseconds
+        return [interval / 1000 for interval in intervals]

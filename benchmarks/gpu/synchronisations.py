@@ -7,15 +7,16 @@ from pathlib import Path
 import torch
 
 
-# What torch's warning says at each operation that waits.
+# The text of torch's warning at each operation that waits.
 WARNING = "called a synchronizing CUDA operation"
 
 
 class SynchronisationCounter:
-    """Counts the operations that wait between `start` and `stop`. Without a GPU there are none."""
+    """Counts the operations that wait for the GPU between `start` and `stop`. Without a GPU there are none."""
 
     def start(self) -> None:
         """Begin to count."""
+        # `start` enters the context of `catch_warnings`, and `stop` leaves it.
         self._catcher = warnings.catch_warnings(record=True)
         self._caught = self._catcher.__enter__()
         warnings.simplefilter("always")
@@ -23,7 +24,7 @@ class SynchronisationCounter:
             torch.cuda.set_sync_debug_mode("warn")
 
     def stop(self) -> dict[str, int]:
-        """End counting. Returns the number of times that each line of Python waited, the most frequent first."""
+        """End counting. Returns how often each line of Python waited, the most frequent first."""
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
         self._catcher.__exit__(None, None, None)

@@ -18,11 +18,11 @@ class Column(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A column that compares an arm with the arm that its line names as `beside`."""
+    """A column with the ratio of an arm's figure to the same figure of the arm that the line's `beside` names."""
 
     heading: str
     figure: str
-    """The name of the figure whose ratio the column shows."""
+    """The name of the compared figure."""
 
 
 TRAINING_COLUMNS = [
@@ -63,9 +63,9 @@ COLUMNS = {
     "large_full": TRAINING_COLUMNS,
     "large_4bit": TRAINING_COLUMNS,
 }
-# The heading goes on with the other arm's name, which stands in the next column: "tokens/s over | TRL".
+# In a row, the ratio is followed by a cell with the other arm's name, so the heading reads "tokens/s over | TRL".
 TRAINING_COMPARISON = Comparison("tokens/s over", "tokens_per_second")
-# The comparison of each part. A part without an entry compares nothing.
+# The comparison of each part. The arms of "ceilings" aren't compared.
 COMPARISONS = {
     "norm": Comparison("time over", "microseconds"),
     "attention": Comparison("time over", "milliseconds"),
@@ -79,7 +79,7 @@ COMPARISONS = {
 def render(path: Path) -> str:
     """The tables of all lines in a file, one for each device and part."""
     lines = read_lines(path)
-    devices = dict.fromkeys(line.device for line in lines)  # each once, in the file's order
+    devices = dict.fromkeys(line.device for line in lines)  # each device once, in the file's order
     tables = []
     for device in devices:
         device_lines = [line for line in lines if line.device == device]
@@ -93,7 +93,7 @@ def render(path: Path) -> str:
 
 
 def find_fastest_product(lines: list[Line]) -> float | None:
-    """The FLOP/s of the fastest matrix product that was measured; `None` if no product was measured."""
+    """The FLOP/s of the fastest measured matrix product; `None` if no product was measured."""
     teraflops = []
     for line in lines:
         if line.figures is not None and "best_tflops" in line.figures:
@@ -131,7 +131,10 @@ def render_part(part: str, lines: list[Line], fastest_product: float | None) -> 
 
 
 def add_shares_of_product(figures: Figures, fastest_product: float | None) -> Figures:
-    """The figures, and for a training its speed as a share of the fastest matrix product, if one was measured."""
+    """The figures with a training's shares of the fastest matrix product added.
+
+    Figures of other arms, and all figures if no product was measured, are returned as they are.
+    """
     is_training = "model_flops_per_second" in figures
     if fastest_product is None or not is_training:
         return figures
@@ -142,28 +145,28 @@ def add_shares_of_product(figures: Figures, fastest_product: float | None) -> Fi
 
 
 def render_error(error: str) -> str:
-    """The beginning of an error's first line. The character "|" is replaced, as it would end the table's cell."""
+    """The beginning of an error's first line. Each "|" is replaced, because it would end the table's cell."""
     first_line = error.partition("\n")[0]
     return first_line[:150].replace("|", "/")
 
 
 def render_cell(figures: Figures, column: Column) -> str:
-    """A column's figure of an arm as text; an empty text if the arm doesn't have this figure."""
+    """An arm's figure in a column as text; empty if the arm lacks this figure."""
     if column.figure not in figures:
         return ""
     return format(figures[column.figure] * column.factor, column.number_format)
 
 
 def render_comparison(line: Line, figures_by_arm: dict[str, Figures], figure: str) -> list[str]:
-    """Two cells: an arm's figure over the same figure of the arm that it is compared with, and the other arm's name.
+    """Two cells: the ratio of an arm's figure to the other arm's figure, and the other arm's name.
 
     Args:
-        line: The arm's line.
+        line: The arm's line. Its `beside` names the other arm.
         figures_by_arm: The figures of all arms, by the arm's name.
-        figure: The name of the figure.
+        figure: The name of the compared figure.
 
     Returns:
-        Empty cells if the arm isn't compared with another, or if the other one has no figures.
+        Two empty cells if the line names no other arm, or if the other arm has no figures.
     """
     other_arm = line.beside
     if other_arm is None or other_arm not in figures_by_arm:

@@ -29,8 +29,8 @@ from training.arguments import RunArguments, TrainingConfig
 # The file of rows of each stage.
 ROWS = {"align": "captions.json", "instruct": "conversations.json", "adapt": "conversations.json"}
 LORA = {"lora_r": 64, "lora_alpha": 16}
-# LLaVA's format of stage 1 as a chat template for TRL: the picture, then the caption and a line break. TRL gives the
-# content of a message as a list of pictures and texts.
+# LLaVA's format of stage 1 as a chat template for TRL: the picture, then the caption and a line break. TRL passes each
+# message's content as a list of pictures and texts.
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
     {%- if message["role"] == "assistant" -%}
@@ -56,8 +56,8 @@ class Workplace:
     device: torch.device
     rows_per_step: int
     rows_per_pass: int
-    """Number of padded rows in a forward pass. Packed rows are passed one at a time."""
-    workers: int
+    """Number of padded rows in a forward pass. A pass takes only one packed row."""
+    num_workers: int
     """Number of the data loader's workers, in arms that use workers."""
     compile_backend: str
     """Backend of `torch.compile`, in arms with compiled layers."""
@@ -70,39 +70,41 @@ class Training:
     trainer: Literal["ours", "TRL", "bare"]
     """Our command, TRL's trainer, or the loop of plain PyTorch."""
     stage: Literal["align", "instruct", "adapt"]
+    """Stage 1, stage 2 with all weights, or stage 2 with LoRA."""
     steps: int
     """Number of all steps, those of the warm-up included."""
     warmup: int
     """Number of steps at the beginning that are not measured."""
     packed_length: int | None = None
-    """The most tokens of a packed row; `None` pads rows instead."""
+    """The largest number of tokens in a packed row. With `None`, rows are padded instead."""
     attention: str = "sdpa"
+    """The decoder's implementation of attention."""
     checkpointing: bool = True
     """Whether to use gradient checkpointing, as TRL does by default."""
     workers: bool = False
-    """Whether workers of the data loader read the rows."""
+    """Whether the data loader has workers. `Workplace.num_workers` is their number."""
     compiled: bool = False
     """Whether our command compiles the decoder's layers. The bare loop always does."""
     cudnn: bool = True
-    """Whether sdpa may use cuDNN. By default torch uses it on these GPUs."""
+    """Whether sdpa may use cuDNN, as torch does by default on these GPUs."""
     optimizer: str = "adamw_torch_fused"
     fields: dict[str, Any] = field(default_factory=dict)
-    """More fields of the recipe."""
+    """More fields of our command's config."""
 
 
 def training_arm(name: str, training: Training, workplace: Workplace, compared_with: str | None = None) -> Arm:
-    """The arm that does this training. `compared_with` is the name of the arm that it is compared with."""
-    # `Training.workers` says whether there are workers, and the settings say how many.
+    """An arm that measures this training. `compared_with` is the name of another arm."""
+    # In the settings, `workers` is a number.
     settings = vars(training) | {
         "rows_per_step": workplace.rows_per_step,
         "rows_per_pass": None if training.packed_length else workplace.rows_per_pass,
-        "workers": workplace.workers if training.workers else 0,
+        "workers": workplace.num_workers if training.workers else 0,
     }
     return Arm(name, lambda: measure_training(training, workplace), settings, compared_with)
 
 
 def measure_training(training: Training, workplace: Workplace) -> Figures:
-    """Train, and return the figures that the recorder made."""
+    """Train, and return the recorder's figures."""
     clean_up()
     if training.trainer == "bare":
         recorder: StepRecorder = BareLoop(training.warmup, workplace.compile_backend)
@@ -117,7 +119,7 @@ def measure_training(training: Training, workplace: Workplace) -> Figures:
                 train_trl(training, workplace)
             else:
                 train_ours(training, workplace)
-    except TrainingMeasured:  # the recorder ends every training in this way
+    except TrainingMeasured:  # how the recorder ends every training
         return recorder.figures
     finally:
         transformers.trainer.DEFAULT_CALLBACKS.remove(recorder)
@@ -125,8 +127,8 @@ def measure_training(training: Training, workplace: Workplace) -> Figures:
 
 
 def clean_up() -> None:
-    """Free what is left of the arm before: its trainer, and its compiled graphs, whose number is limited."""
-    gc.collect()  # a trainer refers to itself, so only this frees it
+    """Free the trainer of the arm before, and its compiled graphs, whose number is limited."""
+    gc.collect()  # a trainer refers to itself, so only this frees the trainer
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -145,7 +147,7 @@ def common_fields(training: Training, workplace: Workplace) -> dict[str, Any]:
         "bf16": on_gpu,
         "use_cpu": not on_gpu,
         "gradient_checkpointing": training.checkpointing,
-        "dataloader_num_workers": workplace.workers if training.workers else 0,
+        "dataloader_num_workers": workplace.num_workers if training.workers else 0,
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -158,7 +160,7 @@ def common_fields(training: Training, workplace: Workplace) -> dict[str, Any]:
 def train_ours(training: Training, workplace: Workplace) -> None:
     """Train by our command, in this process, on a model with random weights.
 
-    The bare loop is started so too: as a callback of our trainer it takes the trainer's model and batches.
+    The bare loop is started here too: it is a callback of our trainer, and takes our trainer's model and batches.
     """
     fields = {
         **common_fields(training, workplace),
@@ -175,7 +177,7 @@ def train_ours(training: Training, workplace: Workplace) -> None:
         fields["vision_learning_rate"] = 1e-5
     if training.stage == "adapt":
         fields |= LORA
-    if training.compiled and training.trainer == "ours":
+    if training.compiled and training.trainer == "ours":  # the bare loop compiles the layers itself
         fields |= {"torch_compile": True, "torch_compile_backend": workplace.compile_backend}
 
     with random_weights_for_our_command(workplace.config):
@@ -184,7 +186,7 @@ def train_ours(training: Training, workplace: Workplace) -> None:
 
 @contextmanager
 def random_weights_for_our_command(config: NormLlavaConfig) -> Iterator[None]:
-    """Within the block, our command trains random weights made on the device instead of loading a checkpoint."""
+    """Within the block, our command makes a model with random weights instead of loading a checkpoint."""
 
     def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
         trains_all = run_args.stage == "instruct"
@@ -206,7 +208,7 @@ def random_weights_for_our_command(config: NormLlavaConfig) -> Iterator[None]:
 
 
 def reset_peak_memory() -> None:
-    """Measure the peak of memory from here on, so that the making of the model doesn't count."""
+    """Forget the peak of memory so far, so that making the model doesn't count."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -225,7 +227,7 @@ def train_trl(training: Training, workplace: Workplace) -> None:
             task_type="CAUSAL_LM",
         )
 
-    # With LoRA on a GPU, the frozen weights are bfloat16, as with our command.
+    # With LoRA on a GPU, the frozen weights are bfloat16, as in our command.
     is_bfloat16 = lora is not None and workplace.device.type == "cuda"
     dtype = torch.bfloat16 if is_bfloat16 else torch.float32
     model = make_plain_llava(workplace.config, dtype, workplace.device)

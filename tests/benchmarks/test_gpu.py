@@ -1,4 +1,4 @@
-"""Rehearses the GPU's benchmarks on the CPU with tiny shapes, so that mistakes don't cost time on a GPU."""
+"""Rehearses benchmarks/gpu on the CPU with tiny shapes, so that mistakes don't cost time on a GPU."""
 
 import argparse
 import json
@@ -25,20 +25,19 @@ from training.stages import LearningRates, Stage, prepare_stage
 
 
 CPU = torch.device("cpu")
-# Functions that make a config, by the kind of its vision encoder: in `small_config` it is DINOv2, which has a CLS
-# token, and in `large_config` it is SigLIP, which has none.
+# Functions that make a config, by the kind of its vision encoder: DINOv2 has a CLS token, and SigLIP has none.
 CONFIGS = {"CLS token": small_config, "no CLS token": large_config}
 
 
 def make_config_that_reads_all(encoder: str) -> NormLlavaConfig:
-    """A tiny config with which the model reads the encoder's last layer, and so needs all layers."""
+    """A tiny config with which the model reads the output of the encoder's last layer, and so needs all layers."""
     config = CONFIGS[encoder](tiny=True)
     config.vision_feature_layer = -1
     return config
 
 
 def make_trained_model(config: NormLlavaConfig, stage: Stage) -> Any:
-    """A model prepared for a stage; in stage "adapt" the `PeftModel` around it."""
+    """A model prepared for a stage of training; in stage "adapt" a `PeftModel`."""
     model: Any = NormLlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
     trained = add_adapters(model, rank=4, alpha=8) if stage is Stage.ADAPT else model
     prepare_stage(model, stage, LearningRates(common=1e-3, vision=1e-3, norm=1e-3))
@@ -51,11 +50,11 @@ def count_by_torch(model: Any, length: int, num_supervised: int) -> int:
     Args:
         model: The model, without a `PeftModel` around it.
         length: Number of the sample's tokens, image tokens included.
-        num_supervised: Number of tokens at its end that the loss counts.
+        num_supervised: Number of tokens at the sample's end that the loss counts.
     """
     config = model.config
     input_ids = torch.full((1, length), 7)  # any token of text would do
-    input_ids[:, 1 : 1 + config.image_seq_length] = config.image_token_id
+    input_ids[:, 1 : 1 + config.image_seq_length] = config.image_token_id  # one picture, after the first token
     pixel_values = torch.randn(1, 3, config.vision_config.image_size, config.vision_config.image_size)
 
     with FlopCounterMode(display=False) as counter:
@@ -68,21 +67,21 @@ def count_by_torch(model: Any, length: int, num_supervised: int) -> int:
 
 
 def difference_to_model_flops(model: Any, stage: Stage, length: int) -> int:
-    """The FLOPs that [`count_by_torch`] counts, minus the model FLOPs of the same step.
+    """The FLOPs that `count_by_torch` counts, minus the model FLOPs of the same step.
 
-    Torch counts what is computed. Model FLOPs are what a step needs, by the definitions of benchmarks/gpu.
+    Torch counts what is computed. Model FLOPs, defined in benchmarks/gpu/definitions.py, are what a step needs.
     """
     config = model.config
     text = config.text_config
     num_patches = config.image_seq_length
 
-    # Eager attention also computes what its mask hides. This takes as many FLOPs again as causal attention does: in
-    # each layer 2 * length² * hidden_size forward, and three times as many with the backward pass.
+    # Eager attention also computes what the mask hides, which takes as many FLOPs as the rest: in each layer
+    # 2 * length² * hidden_size forward, and three times as many forward and backward.
     difference = text.num_hidden_layers * 6 * length**2 * text.hidden_size
 
-    # The patch embedding isn't computed for the CLS token, and no gradient of the pixels is computed. So if it is
-    # trained, torch counts 4 FLOPs for each of its weights and each patch. Model FLOPs are 6 for each of its weights
-    # and each position, which is a patch or the CLS token. If it is frozen, both are 2.
+    # For each weight of the patch embedding, model FLOPs are 6 a position if the encoder is trained, and 2 if it is
+    # frozen. A position is a patch or the CLS token. Torch counts patches only, and 4 FLOPs instead of 6, because no
+    # gradient of the pixels is computed.
     [patch_embedding] = [layer for layer in model.model.vision_tower.modules() if isinstance(layer, torch.nn.Conv2d)]
     has_cls_token = config.vision_feature_select_strategy == "default"
     num_positions = num_patches + 1 if has_cls_token else num_patches
@@ -92,7 +91,7 @@ def difference_to_model_flops(model: Any, stage: Stage, length: int) -> int:
     else:
         difference -= patch_embedding.weight.numel() * (2 * num_positions - 2 * num_patches)
 
-    # If the encoder is frozen, no gradient of the projector's input is computed.
+    # If the encoder is frozen, no gradient of the projector's input is computed. Model FLOPs count it.
     if not encoder_is_trained:
         projector = model.get_submodule("model.multi_modal_projector")
         if stage is Stage.ADAPT:
@@ -104,7 +103,7 @@ def difference_to_model_flops(model: Any, stage: Stage, length: int) -> int:
 @pytest.mark.parametrize("stage", list(Stage))
 @pytest.mark.parametrize("encoder", list(CONFIGS))
 def test_model_flops_are_those_that_torch_counts(encoder: str, stage: Stage) -> None:
-    # The model must use all layers of its encoder, because torch would also count layers that the model doesn't use.
+    # The model must read all layers of its encoder: torch would count a layer that isn't read, and model FLOPs don't.
     trained = make_trained_model(make_config_that_reads_all(encoder), stage)
     model = trained.get_base_model() if stage is Stage.ADAPT else trained
 
@@ -122,7 +121,7 @@ def test_an_encoder_layer_that_is_not_read_costs_nothing() -> None:
     flops_of_all_but_one = model_flops(make_trained_model(reads_all_but_one, Stage.ALIGN), work).whole
 
     # The encoder is frozen, so a layer takes 2 FLOPs for each weight and patch, and 4 * num_patches² * width for
-    # attention. Its weights are four square matrices of attention and two matrices of the MLP.
+    # attention. A layer's weights are four square matrices of attention and two matrices of the MLP.
     width = reads_all.vision_config.hidden_size
     num_weights = 4 * width**2 + 2 * width * reads_all.vision_config.intermediate_size
     num_patches = reads_all.image_seq_length
@@ -133,19 +132,19 @@ def test_an_encoder_layer_that_is_not_read_costs_nothing() -> None:
 @pytest.mark.parametrize("name", list(norm.KINDS))
 def test_outputs_and_gradients_of_the_measured_norms_are_right(name: str) -> None:
     figures = norm.measure_norm(name, torch.float32, num_tokens=8, passes=1, device=CPU)
-    assert figures["output_relative_error"] < 1e-6
+    assert figures["output_relative_error"] < 1e-6  # float32 rounds by up to 6e-8
     assert figures["gradient_relative_error"] < 1e-6
 
 
 def test_the_gradient_of_gwc_is_exact_in_float64() -> None:
-    assert norm.float64_gradient_error() < 1e-14
+    assert norm.float64_gradient_error() < 1e-14  # float64 rounds by up to 1e-16
 
 
 @pytest.mark.parametrize("kind", ["varlen", "sdpa, masked"])
-def test_attention_is_measured_on_what_the_reference_computes(kind: str) -> None:
+def test_the_measured_attention_and_its_gradients_are_right(kind: str) -> None:
     figures = attention.measure_case(kind, cudnn=False, lengths=[3, 9, 2], repeats=1, device=CPU)
     for name in ("output", "query", "key", "value"):
-        assert figures[f"{name}_relative_error"] < 0.01  # bfloat16's rounding
+        assert figures[f"{name}_relative_error"] < 0.01  # bfloat16 rounds by up to 0.004
 
 
 def test_trainers_are_compared_on_the_same_tokens(tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_trainers_are_compared_on_the_same_tokens(tmp_path: Path) -> None:
     for figures in (trl, padded, packed):
         assert figures["tokens_per_step"] == padded["tokens_per_step"]
         assert 0 < figures["layers_seconds_per_step"] < figures["seconds_per_step"]
-        assert len(figures["steps"]) == 2  # three steps, of which one is the warm-up
+        assert len(figures["steps"]) == 2  # three steps, of which the first is the warm-up
 
     assert padded["padding_share"] > 0
     assert trl["padding_share"] == padded["padding_share"]
@@ -178,11 +177,10 @@ def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
     def stop() -> dict[str, Any]:
         raise SystemExit(2)
 
-    # With `first_arm_died`, an earlier process died in the first arm. So this arm gets an error without being
-    # measured.
     arms = [Arm("died", run), Arm("fails", fail), Arm("stops", stop), Arm("runs", run)]
     monkeypatch.setattr(part, "make_arms", lambda *_: arms)
     results = tmp_path / "results.jsonl"
+    # With `first_arm_died`, the first arm gets an error without being measured, because an earlier process died in it.
     part.measure_part("small", CPU, results, tmp_path, commit="abc", first_arm_died=True)
 
     died, fails, stops, runs = read_lines(results)
@@ -194,7 +192,7 @@ def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
 
 
 def make_line(part_name: str, arm: str, **fields: Any) -> Line:
-    """A line of the file of results. `fields` are its figures or its error, and the arm that it is compared with."""
+    """A line of the file of results. `fields` are more fields of `Line`, such as the figures or the error."""
     return Line(part=part_name, arm=arm, device="H100", commit=None, packages={}, settings={}, **fields)
 
 
@@ -222,26 +220,26 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Importing torch alone takes the process longer than half a second.
+    # The process would need more than half a second only to import torch.
     args = argparse.Namespace(cpu=True, results=tmp_path / "results.jsonl", commit=None)
     assert command.run_part("large", args, seconds=0.5, first_arm_died=False) is None
     assert capsys.readouterr().out == "large was ended after 0.5 s\n"
     assert read_lines(args.results) == []
 
 
-def test_the_table_leaves_cells_empty_where_an_arm_lacks_the_figure(
+def test_cells_of_the_table_are_empty_where_an_arm_lacks_the_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "results.jsonl"
     append_line(results, make_line("ceilings", "copy", figures={"median_tb_per_second": 1.5}))
     command.main(["--table", str(results)])
-    # The columns are best TFLOP/s, median TFLOP/s and median TB/s.
+    # The arm has no figure for the first two columns, best and median TFLOP/s.
     assert "| copy |  |  | 1.50 |" in capsys.readouterr().out
 
 
 def test_the_table_compares_an_arm_with_the_arm_that_its_line_names(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    training = {
+    shared_figures = {
         "seconds_per_step": 1.0,
         "share_of_peak": 0.4,
         "layers_share_of_peak": 0.5,
@@ -253,8 +251,8 @@ def test_the_table_compares_an_arm_with_the_arm_that_its_line_names(tmp_path: Pa
     }
     lines = [
         make_line("ceilings", "product", figures={"best_tflops": 800.0, "median_tflops": 700.0}),
-        make_line("large", "TRL", figures={"tokens_per_second": 1000, **training}),
-        make_line("large", "ours", figures={"tokens_per_second": 1500, **training}, beside="TRL"),
+        make_line("large", "TRL", figures={"tokens_per_second": 1000, **shared_figures}),
+        make_line("large", "ours", figures={"tokens_per_second": 1500, **shared_figures}, beside="TRL"),
         make_line("large", "compiled", error="ValueError: refused\nand more", beside="ours"),
         make_line("large", "died without a message", error=""),  # an empty error is an error too
     ]
@@ -263,8 +261,8 @@ def test_the_table_compares_an_arm_with_the_arm_that_its_line_names(tmp_path: Pa
 
     table = render(results)
     # The columns are tokens/s, seconds a step, four shares in percent, loss, padding, memory, and the comparison. The
-    # shares of the fastest product's 8e14 FLOP/s are the second, 4e14 or 50%, and the fourth, 6e14 or 75%. The
-    # tokens/s of "ours" are 1.5 times those of "TRL".
+    # second and the fourth share are those of the fastest product, 8e14 FLOP/s: 4e14 is 50%, and 6e14 is 75%. The
+    # comparison is 1500 tokens/s over 1000.
     assert "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 50.0 | 75.0 | 2.0000 | 0 | 20.00 | 1.50 | TRL |" in table
     assert "| compiled | ValueError: refused |" in table
     assert "| died without a message |  |" in table
@@ -281,10 +279,10 @@ def test_compiled_layers_warm_up_longer_and_are_measured_as_long(
     for arm in compiled_arms:
         compiled = arm.settings
         uncompiled = arms[str(arm.compared_with)].settings
-        assert compiled["warmup"] >= 3  # a second graph is compiled in the third step
+        assert compiled["warmup"] >= 3  # the third step compiles a second graph
         assert compiled["steps"] - compiled["warmup"] == uncompiled["steps"] - uncompiled["warmup"]
 
-        # So many rows were written that no step goes without.
+        # There are enough rows for all steps.
         rows = json.loads((tmp_path / "conversations.json").read_text())
         assert len(rows) >= compiled["steps"] * compiled["rows_per_step"]
 
@@ -309,7 +307,7 @@ def test_synchronisations_are_counted_by_line() -> None:
     counter = SynchronisationCounter()
     counter.start()
     for _ in range(2):
-        warnings.warn("called a synchronizing CUDA operation (of torch's C++)", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation (of torch's C++)", stacklevel=1)  # as torch does
     warnings.warn("another warning", stacklevel=1)
     ((line, count),) = counter.stop().items()
     assert line.startswith("tests/benchmarks/test_gpu.py:")

@@ -22,9 +22,9 @@ from training.command_line import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-# A block that begins with one of these lines is not run. The line tells the reader what the block needs.
+# The first lines of blocks that are not run. Such a line tells the page's reader what the block needs.
 NOT_RUN = ("# needs the Hub", "# needs a GPU", "# takes an hour", "# after make emoji", "# two terminals")
-# Beginnings of lines that are not run in a block: CI runs them already, or they would change this environment.
+# The beginnings of lines that are left out when a block is run: CI runs them, or they would change this environment.
 LINES_NOT_RUN = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
 
 
@@ -41,13 +41,13 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether the tests run the block: it needs neither a GPU nor the Hub, and doesn't take long."""
+        """Whether the tests run the block."""
         return not self.text.startswith(NOT_RUN)
 
     @property
     def commands(self) -> list[list[str]]:
         """The block's command lines, each as a list of words, without comments and variables such as `HF_TOKEN=x`."""
-        # A line that ends in a backslash goes on in the next line.
+        # Lines that end in a backslash are joined with the next line.
         whole_lines = self.text.replace("\\\n", " ").splitlines()
         commands = []
         for line in whole_lines:
@@ -58,7 +58,7 @@ class Block:
         return commands
 
     def __str__(self) -> str:
-        """The test's id."""
+        """The block's id in the names of tests, such as "README.md-1"."""
         return f"{self.page}-{self.number}"
 
 
@@ -76,7 +76,7 @@ SHELL_BLOCKS = list(find_blocks("bash"))
 
 
 def find_module(words: list[str]) -> tuple[str, list[str]] | None:
-    """The module that a command line runs, and its arguments; `None` if the command doesn't run Python.
+    """The module that a command line runs, and the command's arguments; `None` if the command doesn't run Python.
 
     For example, `python training/compose.py --help` runs "training.compose" with the argument "--help".
     """
@@ -85,10 +85,11 @@ def find_module(words: list[str]) -> tuple[str, list[str]] | None:
         return "training.sft", words[script + 1 :]
     if not words[0].endswith("python"):
         return None
-    if words[1] != "-m":
+    if words[1] != "-m":  # a script, such as `python training/compose.py`
         module = words[1].removesuffix(".py").replace("/", ".")
         return module, words[2:]
 
+    # A module, such as `python -m diagnostics`, which runs the package's `__main__`.
     module = words[2]
     is_package = (ROOT / module.replace(".", "/") / "__main__.py").exists()
     if is_package:
@@ -97,7 +98,7 @@ def find_module(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def command_lines() -> list[str]:
-    """The command lines of all pages, each once."""
+    """The command lines of all pages, each line once."""
     lines = set()
     for block in SHELL_BLOCKS:
         lines.update(shlex.join(words) for words in block.commands)
@@ -110,11 +111,11 @@ def test_the_reference_is_that_of_the_code() -> None:
 
 
 def options_on_page(heading: str) -> dict[str, str]:
-    """What the reference says of each option in a section, by the option."""
+    """What docs/reference.md says of each option in a section, by the option's name."""
     page = reference.PAGE.read_text(encoding="utf-8")
-    _, _, from_section_on = page.partition(f"## {heading}\n")
-    section, _, _ = from_section_on.partition("\n## ")
-    # An option's line is "- `--limit` (`8`): Help."
+    _before, _heading, after_heading = page.partition(f"## {heading}\n")
+    section, _next_heading, _after = after_heading.partition("\n## ")
+    # An option's line is such as "- `--limit` (`8`): Help."
     return dict(re.findall(r"^- `(--\w+)`(.*)$", section, re.MULTILINE))
 
 
@@ -129,18 +130,18 @@ def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypat
     monkeypatch.setenv("COLUMNS", "1000")  # argparse then doesn't wrap help texts
     help_text = reference.build_parser(module).format_help()
     # After a long name, argparse puts the help text into the next line, which begins with many spaces.
-    one_line_each = re.sub(r"\n {10,}", "  ", help_text)
+    joined_lines = re.sub(r"\n {10,}", "  ", help_text)
     # An option's line begins with two spaces: "  --limit LIMIT  Help (default: 8)".
-    printed = dict(re.findall(r"^  (--\w+)(.*)$", one_line_each, re.MULTILINE))
+    printed = dict(re.findall(r"^  (--\w+)(.*)$", joined_lines, re.MULTILINE))
     on_page = options_on_page(heading)
     assert list(printed) == list(on_page)
 
     for name, text in printed.items():
         match = re.search(r"\(default: (.*)\)$", text)
-        if match is None or match[1] in ("None", "False"):
+        if match is None or match[1] in ("None", "False"):  # the page shows no such defaults
             continue
         default = match[1]
-        # The page has the default in code behind the name, or leaves it in the help text.
+        # The page shows the default behind the option's name, or in the help text as `--help` does.
         shown_forms = [f"(`{default}`)", f"(default: {default})"]
         assert any(form in on_page[name] for form in shown_forms), name
 
@@ -151,20 +152,20 @@ def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
     for name in RunArguments.__annotations__:
         field = fields[name]
         is_computed = not field.init
-        if is_computed:  # there is no option for it
+        if is_computed:  # a computed field has no option
             continue
         text = on_page[f"--{name}"]
         has_default = field.default is not None and field.default is not False
         if has_default:
             assert f"(`{field.default}`)" in text
         else:
-            assert not text.startswith(" (")  # where a default would be shown
+            assert not text.startswith(" (")  # a default would be shown in brackets
 
 
-def test_the_reference_gives_both_defaults_where_ours_is_not_that_of_trl() -> None:
+def test_the_reference_gives_both_defaults_where_ours_differs_from_trls() -> None:
     on_page = options_on_page("sft")
     assert on_page["--max_length"].startswith(" (`None`, in TRL `1024`)")
-    assert on_page["--use_cpu"].startswith(" (`False`)")
+    assert on_page["--use_cpu"].startswith(" (`False`)")  # the same default as in TRL
 
 
 def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -175,16 +176,18 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("mkdocs")]
     assert warnings == []
     assert (tmp_path / "index.html").exists()
-    assert (tmp_path / "examples" / "digits" / "norms.png").exists()
+    assert (tmp_path / "examples" / "digits" / "norms.png").exists()  # a picture outside docs/ that a page shows
 
 
 @pytest.mark.parametrize("command", command_lines())
-def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_take_the_options_that_pages_give(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # In an empty folder no parser refuses a command because its output exists already.
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     if words[0] == "make":
-        # A target's line is "docs: requirements", and its name may be a path.
+        # A target's line begins with the target and a colon, such as "docs: requirements". A target may be a path.
         targets = re.findall(r"^([\w./()$-]+):", read_makefile(), re.MULTILINE)
         assert words[1] in targets
         return
@@ -202,16 +205,16 @@ def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkey
         position = arguments.index("--config")
         recipe = arguments[position + 1]
         assert (ROOT / recipe).exists()
-        if module in ("training.sft", "training.plan"):  # they read this option before their parsers are called
+        if module in ("training.sft", "training.plan"):  # these commands read --config before they call their parsers
             del arguments[position : position + 2]
     _, unknown = reference.build_parser(module).parse_known_args(arguments)
     assert unknown == []
 
 
-def test_the_recipe_of_the_readme_is_whole(tmp_path: Path) -> None:
+def test_the_recipe_of_the_readme_has_all_required_fields(tmp_path: Path) -> None:
     (recipe,) = [block for block in find_blocks("yaml") if block.page == "README.md"]
     (tmp_path / "recipe.yaml").write_text(recipe.text, encoding="utf-8")
-    # This raises an error if the recipe lacks a required field.
+    # This raises an error if a required field is missing.
     run_args, _ = parse_arguments(["--config", str(tmp_path / "recipe.yaml")])
     assert run_args.stage == "adapt"
 
@@ -227,9 +230,9 @@ def read_makefile() -> str:
 
 @pytest.fixture(scope="module")
 def workplace() -> Path:
-    """The repository, after the quickstart has run in it, and without the folder that the pages' commands write."""
+    """The repository after the quickstart has run in it. Outputs of earlier tests of blocks are deleted."""
     subprocess.run([sys.executable, "-m", "examples.digits.quickstart"], cwd=ROOT, check=True, capture_output=True)
-    shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)
+    shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)  # where commands on pages write
     return ROOT
 
 
@@ -240,11 +243,12 @@ def test_a_block_of_commands_runs(
     block: Block, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if ".venv-evaluation" in block.text:
-        request.getfixturevalue("harness_python")  # makes this environment
+        request.getfixturevalue("harness_python")  # this fixture makes the folder .venv-evaluation
     lines = [line for line in block.text.splitlines() if not line.startswith(LINES_NOT_RUN)]
     script = "\n".join(lines)
-    # Blocks find the commands of this environment, and end at the first command that fails.
+    # The block finds the commands of this environment.
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    # With "-euo pipefail", the block ends at the first command that fails.
     completed = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script], cwd=workplace, capture_output=True, text=True
     )

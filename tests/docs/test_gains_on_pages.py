@@ -1,4 +1,4 @@
-"""Checks that the gains in README and in the findings are those of the records in the repository."""
+"""Checks that README.md and docs/findings.md give the gains that the repository's records of runs give."""
 
 import re
 from pathlib import Path
@@ -10,10 +10,10 @@ from examples.emoji.gains import ARMS, CONTROL, differences, read_runs, t_interv
 
 
 ROOT = Path(__file__).parents[2]
-# The columns of depth.csv with the scores of the kinds of questions about digits.
+# The columns of depth.csv with the scores of each kind of question about digits.
 KINDS = ["digit", "colour", "both", "compare", "count", "sum", "long"]
-# The comparisons on digits in the findings: the decoder, the arm and the variant of the compared runs in depth.csv.
-# Each is compared with the arm "none" of the same decoder and variant.
+# The comparisons on digits in docs/findings.md, in the table's order: the decoder, the arm and the variant of the runs
+# in depth.csv. These runs are compared with runs of the arm "none" of the same decoder and variant.
 DIGIT_COMPARISONS = [
     ("3x128", "gwc", "plain"),
     ("3x256", "gwc", "plain"),
@@ -28,23 +28,26 @@ def as_written(gains: pd.Series) -> str:
     """The mean gain and its interval, as pages write them: "−18.1 (−24.4 to −11.7)"."""
     mean, low, high = t_interval(gains)
     with_hyphens = f"{mean:.1f} ({low:.1f} to {high:.1f})"
-    return with_hyphens.replace("-", "−")  # pages have true minus signs
+    return with_hyphens.replace("-", "−")  # pages have minus signs instead of hyphens
 
 
 @pytest.fixture(scope="module")
-def decoder_gains() -> list[str]:
-    """The gain of each arm of the emoji example, whose decoder is pretrained, as pages write them.
+def emoji_gains() -> list[str]:
+    """The gain of each arm of the emoji example, whose decoder is pretrained, as pages write gains.
 
-    A run is compared with a control of the same seed, made on the same processor, a kind of CPU or GPU.
+    A run is compared with a run of the control arm that has the same seed and the same CPU or GPU ("processor").
     """
     runs = read_runs()
-    gains = [differences(runs, arm, CONTROL, pair_by=["seed", "processor"]) for arm in ARMS]
-    return [as_written(gain) for gain in gains]
+    written = []
+    for arm in ARMS:
+        gains = differences(runs, arm, CONTROL, pair_by=["seed", "processor"])
+        written.append(as_written(gains))
+    return written
 
 
 @pytest.fixture(scope="module")
 def digit_gains() -> list[str]:
-    """The gains on digits, as pages write them."""
+    """The gain of each of `DIGIT_COMPARISONS`, as pages write gains."""
     runs = pd.read_csv(ROOT / "examples" / "digits" / "depth.csv")
     runs["score"] = runs[KINDS].mean(axis=1)
 
@@ -56,22 +59,22 @@ def digit_gains() -> list[str]:
     return written
 
 
-def test_the_readme_gives_the_gains_of_the_records(decoder_gains: list[str]) -> None:
-    # The chart's alternative text says what the chart shows.
+def test_the_readme_gives_the_gains_of_the_records(emoji_gains: list[str]) -> None:
+    # The gains are in the alternative text of the chart.
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (alternative_text,) = re.findall(r"^!\[(.*)\]\(examples/emoji/gains\.png\)$", text, re.MULTILINE)
-    missing = [gain for gain in decoder_gains if gain not in alternative_text]
+    missing = [gain for gain in emoji_gains if gain not in alternative_text]
     assert missing == []
 
 
-def test_the_findings_give_the_gains_of_the_records(decoder_gains: list[str], digit_gains: list[str]) -> None:
+def test_the_findings_give_the_gains_of_the_records(emoji_gains: list[str], digit_gains: list[str]) -> None:
     text = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    missing = [gain for gain in decoder_gains if gain not in text]
+    missing = [gain for gain in emoji_gains if gain not in text]
     assert missing == []
 
     depth_section = text.split("### Depth")[1].split("### Ablation")[0]
     number = r"−?[\d.]+"
-    gain = rf"{number} \({number} to {number}\)"
+    gain_pattern = rf"{number} \({number} to {number}\)"
     # The gain is the last cell of a row, such as "| **1.0 (0.4 to 1.6)** |". Not every gain is bold.
-    in_table = re.findall(rf"\| \**({gain})\** \|$", depth_section, re.MULTILINE)
-    assert in_table == digit_gains
+    gains_in_table = re.findall(rf"\| \**({gain_pattern})\** \|$", depth_section, re.MULTILINE)
+    assert gains_in_table == digit_gains

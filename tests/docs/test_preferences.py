@@ -1,4 +1,4 @@
-"""Checks docs/preferences.md: its code for DPO and GRPO trains a NormLlava and saves a model that can be loaded."""
+"""Checks docs/preferences.md: the page's code for DPO and GRPO trains a NormLlava and saves a model that loads."""
 
 import json
 import math
@@ -18,19 +18,19 @@ from transformers import AutoModelForImageTextToText
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/preferences.md").read_text(encoding="utf-8")
-# The code of the page's two blocks.
+# The code of the two blocks on the page.
 DPO, GRPO = [code for _, code in fences(PAGE)]
 
 
 @pytest.fixture
-def quickstart(composed: Callable[..., Path], tmp_path: Path) -> Path:
-    """A folder with a small random model and 64 rows, at the paths where the quickstart puts its own."""
+def quickstart_folder(composed: Callable[..., Path], tmp_path: Path) -> Path:
+    """A folder with a small random model and 64 rows, at the paths where the quickstart writes its model and rows."""
     data = tmp_path / "runs/digits/data"
     data.mkdir(parents=True)
     (tmp_path / "runs/digits/stage2").symlink_to(composed())
     rows = []
     for number in range(64):
-        red = 4 * number  # so each picture has another colour
+        red = 4 * number  # each picture has another shade of red
         Image.new("RGB", (28, 28), (red, 0, 0)).save(data / f"{number}.png")
         turns = [{"from": "human", "value": "<image>\nwhich digit?"}, {"from": "gpt", "value": "three"}]
         rows.append({"image": f"{number}.png", "conversations": turns})
@@ -39,12 +39,12 @@ def quickstart(composed: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def run_block(block: str, folder: Path) -> list[dict[str, float]]:
-    """Run a block of the page in this folder for three steps. Returns what the trainer logged in each step.
+    """Run a block of the page in this folder for three steps. Returns what the trainer logged.
 
-    The last entry is the trainer's summary of the training.
+    The log has an entry for each step, then the trainer's summary of the training.
     """
     code = re.sub(r"max_steps=\d+", "max_steps=3, logging_steps=1", block)
-    # Each block of the page makes a `trainer`.
+    # Each block of the page defines `trainer`.
     code += "\nimport json\nprint('LOG', json.dumps(trainer.state.log_history))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, "-c", code]
@@ -55,18 +55,22 @@ def run_block(block: str, folder: Path) -> list[dict[str, float]]:
     return json.loads(log_line.removeprefix("LOG "))
 
 
-def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart: Path) -> None:
-    first_step, _second_step, last_step, _summary = run_block(DPO, quickstart)
+def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart_folder: Path) -> None:
+    first_step, _second_step, last_step, _summary = run_block(DPO, quickstart_folder)
     # In the first step the model is equal to its reference, so the loss is ln 2 (arXiv 2305.18290, eq. 7).
     assert first_step["loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert last_step["rewards/margins"] > 0
 
-    trained = AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/dpo", trust_remote_code=True)
-    before = AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/stage2", trust_remote_code=True)
+    trained = AutoModelForImageTextToText.from_pretrained(
+        quickstart_folder / "runs/digits/dpo", trust_remote_code=True
+    )
+    before = AutoModelForImageTextToText.from_pretrained(
+        quickstart_folder / "runs/digits/stage2", trust_remote_code=True
+    )
     assert not torch.equal(trained.lm_head.weight, before.lm_head.weight)
 
 
-def test_grpo_generates_and_saves(quickstart: Path) -> None:
-    first_step, *_others = run_block(GRPO, quickstart)
+def test_grpo_generates_and_saves(quickstart_folder: Path) -> None:
+    first_step, *_others = run_block(GRPO, quickstart_folder)
     assert first_step["completions/mean_length"] > 0
-    AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/grpo", trust_remote_code=True)
+    AutoModelForImageTextToText.from_pretrained(quickstart_folder / "runs/digits/grpo", trust_remote_code=True)

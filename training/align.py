@@ -160,9 +160,9 @@ def embed_captions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A direction for each caption, and the mean embedding of the vocabulary.
 
-    A caption's direction is that of a weighted sum over its tokens, of each token's embedding minus the vocabulary's
-    mean embedding. The weights are inverse document frequencies: a token that most captions have hardly counts, so
-    that content words decide the direction.
+    The vocabulary's mean embedding is subtracted from the embedding of each of a caption's tokens. The caption's
+    direction is that of a weighted sum of these differences. The weights are inverse document frequencies: a token
+    that most captions have hardly counts, so that content words decide the direction.
 
     Returns:
         The directions as vectors of L2 norm 1, `(num_captions, hidden_size)`, and the vocabulary's mean embedding in

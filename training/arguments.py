@@ -136,16 +136,15 @@ class TrainingConfig(SFTConfig):
             raise UserError("output_dir is missing: give the folder that the trained model is written to.")
         self.resume_from_checkpoint: str | bool | None = read_resume(self.resume_from_checkpoint)
 
-        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing. Older versions lack the new
-        # field.
+        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, which older versions lack.
         has_new_field = hasattr(self, "activation_checkpointing")
-        new_field = getattr(self, "activation_checkpointing", None)
+        new_value = getattr(self, "activation_checkpointing", None)
         # If the recipe gives neither field, layers are checkpointed until the rehearsal has decided.
-        self.chooses_checkpointing = self.gradient_checkpointing is None and new_field is None
+        self.chooses_checkpointing = self.gradient_checkpointing is None and new_value is None
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = True
-        # transformers warns if only the old field is set, so both are.
-        if has_new_field and new_field is None:
+        # transformers warns if only the old field is set, so both are set.
+        if has_new_field and new_value is None:
             self.activation_checkpointing = self.gradient_checkpointing
 
         if not torch.accelerator.is_available():

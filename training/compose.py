@@ -113,10 +113,10 @@ def compose(
         image_processor = tiling_processor(image_processor, max_tiles)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
 
-    # If the norm layer's gains are aligned, measure the norm at which image tokens start.
+    # If the norm layer's gains start aligned, find the norm at which image tokens start.
     target = None
     if align_norm and projector_norm != "none":
-        # The embedding of a new token would change T, and so it is added only after this.
+        # A new image token is added only after this, since its embedding would change T.
         target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
 
     # Choose the image token. If it is a new token, it gets a random embedding, so random numbers are seeded here.
@@ -151,7 +151,7 @@ def compose(
         linear.reset_parameters()
     projector.to(text_model.dtype)
 
-    # Check that the language model is unchanged, make the processor, and try both.
+    # Check that the language model is unchanged, make the processor, and try the model with it.
     require_unchanged_logits(model, text_model)
     model.generation_config = text_model.generation_config
     processor = make_processor(model, image_processor, tokenizer, image_token, num_additional)
@@ -172,7 +172,8 @@ def convert_llava(
 
     Raises:
         UserError: if the checkpoint isn't a Llava (a NormLlava is refused too, since it has a norm layer already), if
-            its encoder doesn't take pictures of one fixed size, if it is quantized, or if the ratio doesn't fit.
+            its encoder doesn't take pictures of one fixed size, if the checkpoint is quantized, or if
+            `norm_target_ratio` doesn't fit.
     """
     require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
     model_type = read_config(llava_model_path).model_type
@@ -433,13 +434,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     gives_both_parts = options.vision_model is not None and options.text_model is not None
     gives_no_part = options.vision_model is None and options.text_model is None
-    converts = options.llava_model is not None
-    is_conversion = converts and gives_no_part
-    is_composition = not converts and gives_both_parts
-    if not (is_conversion or is_composition):
+    gives_llava = options.llava_model is not None
+    is_composition = gives_both_parts and not gives_llava
+    is_conversion = gives_llava and gives_no_part
+    if not (is_composition or is_conversion):
         parser.error("give either --vision_model and --text_model, or only --llava_model")
 
-    if converts:
+    if is_conversion:
         sets_layer = options.vision_feature_layer != parser.get_default("vision_feature_layer")
         if options.scale_projector or options.captions or sets_layer:
             parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")

@@ -1,7 +1,7 @@
 """Checks of a run's arguments.
 
 A check refuses arguments that would be ignored in silence, or would change the result in silence. The docstring of
-each check states the rule that it enforces by a `UserError`.
+each check states its rule. The check raises a `UserError` if the rule is broken.
 """
 
 import math
@@ -120,7 +120,7 @@ def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Counts are 1 or more. Learning rates and the weights of losses are 0 or more."""
+    """Counts are 1 or more. Learning rates and the weights of losses are 0 or more, and finite."""
     given = {**vars(args), **vars(run_args)}
     for name in COUNT_FIELDS:
         count = given[name]
@@ -213,7 +213,7 @@ def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_optimizer(run_args: RunArguments, args: TrainingConfig) -> None:
-    """The optimizer trains the weights that are saved. With `clip_by_module` there is a norm to clip to."""
+    """The optimizer trains the weights that are saved. `clip_by_module` comes with a norm to clip to."""
     if args.optim.startswith("schedule_free"):
         raise UserError("A schedule_free optimizer trains other weights than it saves.")
     if run_args.clip_by_module and not args.max_grad_norm:
@@ -240,7 +240,7 @@ def check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_compiling(args: TrainingConfig) -> None:
-    """Only the decoder's layers are compiled, not the whole model, and only by backends that have been tried."""
+    """Only the decoder's layers are compiled, not the whole model, and only by a backend that has been tried."""
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise UserError(
             "The launcher would compile the whole model: launch with --dynamo_backend no, and give "
@@ -301,9 +301,9 @@ def check_devices(args: TrainingConfig) -> None:
 
 
 def check_tiles(run_args: RunArguments, image_processor: BaseImageProcessor) -> None:
-    """`max_tiles` is for models whose pictures are cut into tiles, and not above the processor's own number.
+    """`max_tiles` is for models that cut pictures into tiles, and not above the image processor's own number.
 
-    The sizes of pictures decide how many tokens they have, so pictures that are cut must be opened.
+    The size of a picture that is cut decides how many tokens it has, so such pictures must be opened.
     """
     if not cuts_tiles(image_processor):
         if run_args.max_tiles is not None:

@@ -28,8 +28,8 @@ def quantization_config(
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute_dtype,
-        # The modules that stay unquantized. transformers' default list, which this list replaces, has the head
-        # (`lm_head`), so the head must be named here too.
+        # The modules that stay unquantized. This list replaces transformers' default list, so it must name the head
+        # (`lm_head`) too.
         llm_int8_skip_modules=["model.vision_tower", "model.multi_modal_projector", "lm_head"],
     )
 

@@ -40,7 +40,7 @@ def add_key_adapters(
     """
     adapter_fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
     config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | adapter_fields)
-    config._attn_implementation = model.config._attn_implementation  # to_dict() leaves it out
+    config._attn_implementation = model.config._attn_implementation  # to_dict() leaves this field out
 
     torch.manual_seed(seed)
     adapted = NormLlavaKeyAdapterForConditionalGeneration(

@@ -1,7 +1,7 @@
 """Aligns a new projector: image tokens get the directions of the language model's own embeddings of the captions.
 
-A contrastive loss (InfoNCE on cosines) trains the projector. It turns the image tokens of a picture towards the mean
-embedding of the picture's caption, and away from the other captions of the batch. Only directions are trained: the
+A contrastive loss (InfoNCE on cosines) trains the projector. It turns the image tokens of a picture towards the
+embeddings of the picture's caption, and away from the other captions of the batch. Only directions are trained: the
 loss first scales each image token to the mean norm of text embeddings, and the projector's norm layer is frozen. A
 projector without a norm layer is scaled afterwards so that image tokens have the norm that they had before. The
 language model does not run, so that training takes minutes. The paper (arXiv 2512.08374) has no such step;
@@ -68,7 +68,7 @@ def align(
     directions, vocabulary_mean = embed_captions(model, processor, unique_captions)
 
     projector = model.model.multi_modal_projector.float()
-    # The norm of image tokens before training. Without a norm layer, they are scaled back to it after training.
+    # The norm of image tokens before training. Without a norm layer, they are scaled back to this norm after training.
     some_features = features[:BATCH_SIZE].to(device).float()
     norm_before = mean_norm(projector, some_features)
 

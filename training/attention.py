@@ -61,7 +61,7 @@ def varlen_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sample of a packed row. For rows that are not packed it is sdpa's attention.
+    """Causal attention within each sample of a packed row. Rows that are not packed get sdpa's attention.
 
     Shapes below are those of a packed row, which is a batch of its own.
 
@@ -94,9 +94,9 @@ def varlen_attention_forward(
             "set attn_implementation: eager."
         )
 
-    # Rows that are not packed come without these lengths, and always with a mask.
+    # Rows that are not packed come without the lengths of samples, and always with a mask.
     if cu_seq_lens_q is None or max_length_q is None:
-        if attention_mask is None:  # a packed row whose lengths the decoder hasn't passed on
+        if attention_mask is None:  # a packed row, of which the decoder hasn't passed the lengths on
             raise UserError(
                 f"{type(module).__name__} isn't told where the samples of a packed row begin (cu_seq_lens_q, "
                 'max_length_q), and so can\'t run with "varlen": set attn_implementation: sdpa.'

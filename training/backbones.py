@@ -132,9 +132,9 @@ def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int
 def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bool) -> None:
     """Change an image processor in place, so that it gives pictures of the encoder's size.
 
-    DINOv2's on the Hub, for instance, crops pictures to 224 pixels, although the encoder takes 518. An image processor
-    that doesn't crop, such as SigLIP's, keeps its `size`, and gets only a `crop_size`, from which LlavaProcessor
-    computes the number of image tokens.
+    DINOv2's image processor on the Hub, for instance, crops pictures to 224 pixels, although the encoder takes 518. An
+    image processor that doesn't crop, such as SigLIP's, keeps its `size`. Every image processor gets a `crop_size`,
+    from which LlavaProcessor computes the number of image tokens.
 
     Args:
         image_processor: The image processor of the encoder.

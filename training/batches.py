@@ -209,6 +209,7 @@ def packed_batches(
         # least one pass, in which some processes may get no sample.
         num_passes = min(accumulation_steps, len(samples) // num_processes)
         num_passes = max(num_passes, 1)
+
         lengths_of_step = lengths[samples].tolist()
         for indices in partition_samples(lengths_of_step, num_rows=num_passes * num_processes):
             packed_rows.append(samples[indices].tolist())
@@ -280,7 +281,7 @@ def plan_packing(
                 return False
         return True
 
-    # The number of tokens of the longest sample, with the blank picture of a text sample.
+    # The number of tokens of the longest sample, with the blank picture that a sample without pictures gets.
     longest = int(np.where(has_images, lengths, lengths + blank).max())
     if longest <= packed_length:
         most_steps = samples_per_step // num_processes  # each packed row needs at least one sample

@@ -35,10 +35,10 @@ def measure_peak(run_pass: Callable[[], None], device: torch.device) -> int:
 def peak_without_checkpointing(model: nn.Module, measure: Callable[[], int]) -> int:
     """The peak of a pass in which no layer is checkpointed, extrapolated from passes in which almost all are.
 
-    For each stack of layers (the encoder's and the decoder's), a pass runs in which only its first layer isn't
-    checkpointed. The backward pass of the first layer comes last, so what the layer keeps is still in memory at the
-    peak, and the peak grows by as much. Each layer of the stack is taken to add the same. The result is too high by
-    one layer: with checkpointing too, the layer at the peak holds all of its tensors.
+    For each stack of layers (the encoder's and the decoder's), a pass runs in which only the first layer isn't
+    checkpointed. The first layer's backward pass comes last, so what the layer keeps is still in memory at the peak,
+    and the peak grows by as much. Each layer of the stack is taken to add the same. The result is too high by one
+    layer: with checkpointing too, the layer at the peak holds all of its tensors.
 
     Args:
         model: The model, whose layers are checkpointed.

@@ -136,8 +136,8 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
         if not takes_type(name, type(list_or_mapping)):
             type_name = "list" if isinstance(list_or_mapping, list) else "mapping"
             raise UserError(f"--config {path}: {name} can't be a {type_name}, got {list_or_mapping!r}.")
-    # These fields become defaults of the parser. The call returns those that the parser doesn't know as options, which
-    # the parser will refuse.
+    # These fields become defaults of the parser. The call returns unknown fields as options, which the parser will
+    # refuse.
     options = parser.set_defaults_with_config(**lists_and_mappings)
 
     # YAML reads `no` without quotes as false. In a field such as eval_strategy, "no" is one of the choices.

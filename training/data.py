@@ -153,7 +153,7 @@ def check_rows(
 
 
 def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int) -> Source:
-    """The record of a source, with `num_drawn`, the number of rows that an epoch takes from the source."""
+    """The record of a source from which an epoch takes `num_drawn` rows."""
     return Source(
         path=entry.path,
         name=entry.name,

@@ -60,7 +60,7 @@ class InterfaceMonitor(TrainerCallback):
         if self._tokens is None:
             return
 
-        hidden_states = args[0] if args else kwargs["hidden_states"]
+        hidden_states = args[0] if args else kwargs["hidden_states"]  # decoders pass them by position or by name
         norms = token_norms(hidden_states)  # [batch_size, sequence_length]
         visual_norms = norms[self._tokens.visual]  # [num_image_tokens]
         text_norms = norms[self._tokens.text]  # [num_text_tokens]

@@ -298,10 +298,10 @@ def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
 
     vision = model.config.vision_config
     pixel_values = torch.empty(batch.samples * batch.tiles, vision.num_channels, vision.image_size, vision.image_size)
-    features_of_images = model.model.get_image_features(pixel_values).pooler_output
-    features = torch.cat(list(features_of_images))  # [num_image_tokens, hidden_size]
-    num_text_tokens = num_tokens - len(features)
-    text = model.get_input_embeddings()(torch.zeros(num_text_tokens, dtype=torch.long))
+    features_by_tile = model.model.get_image_features(pixel_values).pooler_output
+    features = torch.cat(list(features_by_tile))  # [num_image_tokens, hidden_size]
+    text_ids = torch.zeros(num_tokens - len(features), dtype=torch.long)
+    text = model.get_input_embeddings()(text_ids)  # [num_text_tokens, hidden_size]
     embeddings = torch.cat([features.to(text.dtype), text])  # [num_tokens, hidden_size]
     embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)  # [num_rows, row_length, hidden_size]
 

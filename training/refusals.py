@@ -188,7 +188,7 @@ def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Only one field sets the number of rows in a step, and a row's loss doesn't depend on the rows packed with it."""
+    """One field gives the samples in a step. A sample's loss doesn't depend on the samples that are packed with it."""
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:

@@ -144,7 +144,7 @@ class StreamBatches(IterableDataset):
             file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
 
     def record_trained(self, place: dict[str, Any]) -> None:
-        """Record that the run has trained on a batch, by what the batch has under the key `place`."""
+        """Record that the run has trained on the batch with this place."""
         reader = place["reader"]
         self.places[reader] = place["rows"]
         self.next_reader = (reader + 1) % len(self.places)

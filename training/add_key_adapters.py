@@ -32,7 +32,7 @@ def add_key_adapters(
         model: The model without key adapters.
         rank: The rank of the updates.
         alpha: The updates are scaled by alpha / rank.
-        dropout: The dropout in front of the updates, in training.
+        dropout: The dropout on the input of the updates, in training.
         seed: The seed of the new weights.
 
     Raises:

@@ -261,8 +261,8 @@ def make_processor(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
-    # The processor counts image tokens as if each stood for one patch. It stands for a square of patches, so the
-    # processor gets the size of this square.
+    # The processor counts image tokens as if each stood for one patch. An image token stands for a square of patches,
+    # so the processor gets the size of this square.
     patch_size = model.config.vision_config.patch_size * model.config.spatial_merge_size
     processor_class = NormLlavaProcessor if cuts_tiles(image_processor) else LlavaProcessor
     return processor_class(

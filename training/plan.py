@@ -85,8 +85,8 @@ class StepPlan:
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    options, recipe_options = build_parser().parse_known_args(argv)
-    run_args, args = parse_arguments(recipe_options)
+    options, sft_options = build_parser().parse_known_args(argv)
+    run_args, args = parse_arguments(sft_options)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
 
     batch = make_batch(run_args, args, options.tokens, options.supervised, options.tiles)
@@ -95,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_rows = count_rows(run_args, args, batch, options.devices, options.rows)
     flops_per_sample = plan.flops / batch.samples
     flops = flops_per_sample * num_rows
-    seconds = flops / (options.devices * options.tflops * 1e12)
+    flops_per_second = options.devices * options.tflops * 1e12
+    seconds = flops / flops_per_second
 
     logger.info(
         "assumed: %s rows of %d tokens, %d supervised, tiles of its picture: %d; %g TFLOP/s a device (an H100's peak "

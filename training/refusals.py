@@ -21,7 +21,7 @@ from training.stages import Stage
 
 # Fields of TRL and transformers that must keep one value: the field, the value, and the reason.
 FIXED_FIELDS: dict[str, tuple[Any, str]] = {
-    "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
+    "use_peft": (False, "give stage 'adapt' to train adapters"),
     "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
     "lora_modules_to_save": (None, "besides the adapters, projector and norm are trained"),
     "load_in_8bit": (False, "only load_in_4bit is supported"),
@@ -36,7 +36,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "include_num_input_tokens_seen": ("no", "num_tokens is always logged, without padding"),
     "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
     "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
-    "assistant_only_loss": (False, "it is so anyway: what the assistant says is supervised"),
+    "assistant_only_loss": (False, "only what the assistant says is supervised anyway"),
     "padding_free": (False, "give packed_length, which packs rows without padding"),
     "use_liger_kernel": (False, "Liger has no kernels for this model class"),
     "torch_compile_mode": (None, "layers are compiled in torch's default mode; no other has been tried"),
@@ -188,7 +188,7 @@ def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
-    """One field gives the samples in a step. A sample's loss doesn't depend on the samples that are packed with it."""
+    """One field sets the number of samples in a step. Samples of a packed row don't change each other's loss."""
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:

@@ -196,7 +196,7 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
 
 
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
-    """Move what a run wrote after the checkpoint that it resumes from into a numbered folder in `superseded`."""
+    """Move a run's checkpoints after `checkpoint`, and its state if it has finished, into a folder in `superseded`."""
     resumed_step = checkpoint_step(checkpoint)
     later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > resumed_step]
     # A state file in the output folder itself would mark the run as finished.
@@ -282,7 +282,7 @@ def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any
 
 
 def copy_record(source: Path, destination: Path) -> None:
-    """Copy the files that record a model's training into another folder. The model card is made from them.
+    """Copy the files that record a model's training into another folder. The model card is made from these files.
 
     Files that are not in `source` are left out.
     """

@@ -79,7 +79,8 @@ def compose(
         projector_norm: The kind of norm layer at the projector's end, a field of [`NormLlavaConfig`].
         align_norm: Whether the norm layer's gains start so that image tokens have the L2 norm T. Otherwise gains start
             at 1.
-        vision_feature_layer: The number of the encoder's hidden state that the projector reads.
+        vision_feature_layer: The number of the encoder's hidden state that the projector reads; -2, the last but one,
+            as in LLaVA.
         seed: The seed of new weights.
         scale_projector: Whether to scale a projector without a norm layer, so that image tokens start at T.
         norm_target_ratio: A factor of T: with 2, image tokens start at 2 T.
@@ -116,7 +117,7 @@ def compose(
     # If the norm layer's gains start aligned, find the norm at which image tokens start.
     target = None
     if align_norm and projector_norm != "none":
-        # A new image token is added only after this, since its embedding would change T.
+        # A new image token is added only after this, because its embedding would change T.
         target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
 
     # Choose the image token. If it is a new token, it gets a random embedding, so random numbers are seeded here.
@@ -190,7 +191,7 @@ def convert_llava(
 
     # Count the features of a picture.
     image_processor = old_processor.image_processor
-    fit_processor(image_processor, vision_model.config.image_size, keeps_crop=True)
+    fit_processor(image_processor, vision_model.config.image_size, keeps_crop=True)  # as the checkpoint has it
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     num_features = num_patches + num_additional
     if llava.config.vision_feature_select_strategy == "default":
@@ -234,7 +235,11 @@ def require_fitting_ratio(projector_norm: str, align_norm: bool, norm_target_rat
 
 
 def require_fitting_tiles(max_tiles: int, center_crop: bool) -> None:
-    """Raises `UserError` if the number of tiles isn't at least 1, or pictures would be both cropped and cut."""
+    """Refuse a number of tiles below 1, and options by which pictures would be both cropped and cut into tiles.
+
+    Raises:
+        UserError: in these cases.
+    """
     if max_tiles < 1:
         raise UserError(f"max_tiles {max_tiles}: it is at least 1, which leaves pictures whole.")
     if max_tiles > 1 and center_crop:
@@ -253,8 +258,8 @@ def make_processor(
     Args:
         model: The model with all of its parts.
         image_processor: An image processor that gives pictures of the encoder's size.
-        tokenizer: The language model's tokenizer. The chat template keeps its chat format if that is possible. The
-            tokenizer gets a padding token if it has none.
+        tokenizer: The language model's tokenizer, whose chat format the chat template keeps if possible. A tokenizer
+            without a padding token gets one.
         image_token: The token that stands for a picture's features.
         num_additional: Number of tokens that the encoder adds to a picture's patches.
     """

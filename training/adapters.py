@@ -28,8 +28,8 @@ def quantization_config(
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute_dtype,
-        # The modules that are left unquantized. This list replaces transformers' default list, in which the head
-        # (`lm_head`) stands, so that the head has to be named here too.
+        # The modules that stay unquantized. This list replaces transformers' default list, so it must name the head
+        # (`lm_head`) too.
         llm_int8_skip_modules=["model.vision_tower", "model.multi_modal_projector", "lm_head"],
     )
 
@@ -62,8 +62,8 @@ def add_adapters(
         if isinstance(module, nn.Linear):
             last_part = name.split(".")[-1]  # "0.self_attn.q_proj" -> "q_proj"
             linear_names.add(last_part)
-    trained_in_full = ["multi_modal_projector"]
 
+    trained_in_full = ["multi_modal_projector"]
     if isinstance(model, NormLlavaKeyAdapterForConditionalGeneration):
         # In a `k_proj` with a key adapter, the original linear layer has the name "base".
         linear_names.discard("base")
@@ -82,7 +82,7 @@ def add_adapters(
     )
     adapted = get_peft_model(model, config, revision=revision)
     for module in adapted.modules():
-        # Each adapter would cast its input to float32, as its weights are, and autocast would cast it back.
+        # A LoRA layer would cast its input to the float32 of its weights, and autocast would cast the input back.
         if isinstance(module, LoraLayer):
             module.cast_input_dtype_enabled = False
     return adapted

@@ -1,4 +1,4 @@
-"""Add key adapters to a NormLlava. Its outputs don't change until the adapters are trained.
+"""Add key adapters to a NormLlava. The model's outputs don't change until the adapters are trained.
 
     python training/add_key_adapters.py --model checkpoints/stage1 --rank 16 --output_dir checkpoints/stage1-keys
 
@@ -26,13 +26,13 @@ from training.loading import load_config, load_processor
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
-    """A model with key adapters. It shares the modules of the given model, which are not copied.
+    """A model with key adapters. Its other modules are those of the given model, not copies.
 
     Args:
         model: The model without key adapters.
         rank: The rank of the updates.
         alpha: The updates are scaled by alpha / rank.
-        dropout: The dropout in front of the updates, in training.
+        dropout: The dropout on the input of the updates, in training.
         seed: The seed of the new weights.
 
     Raises:
@@ -40,7 +40,7 @@ def add_key_adapters(
     """
     adapter_fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
     config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | adapter_fields)
-    config._attn_implementation = model.config._attn_implementation  # to_dict() leaves it out
+    config._attn_implementation = model.config._attn_implementation  # to_dict() leaves this field out
 
     torch.manual_seed(seed)
     adapted = NormLlavaKeyAdapterForConditionalGeneration(
@@ -49,8 +49,8 @@ def add_key_adapters(
     adapted.model.multi_modal_projector = model.model.multi_modal_projector
     adapted.generation_config = model.generation_config
 
-    # A key adapter must be told which tokens are image tokens, and only the decoder can tell its layers. A forward
-    # pass on a single token tries this: it raises a ValueError if the decoder tells its layers nothing.
+    # Key adapters need a mask of the image tokens, which some decoders don't pass on to their layers. With such a
+    # decoder, this forward pass on a single token raises a ValueError.
     with torch.no_grad():
         adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
     return adapted

@@ -1,7 +1,7 @@
 """Aligns a new projector: image tokens get the directions of the language model's own embeddings of the captions.
 
-A contrastive loss (InfoNCE on cosines) trains the projector. It turns the image tokens of a picture towards the mean
-embedding of the picture's caption, and away from the other captions of the batch. Only directions are trained: the
+A contrastive loss (InfoNCE on cosines) trains the projector. It turns the image tokens of a picture towards the
+embeddings of the picture's caption, and away from the other captions of the batch. Only directions are trained: the
 loss first scales each image token to the mean norm of text embeddings, and the projector's norm layer is frozen. A
 projector without a norm layer is scaled afterwards so that image tokens have the norm that they had before. The
 language model does not run, so that training takes minutes. The paper (arXiv 2512.08374) has no such step;
@@ -26,8 +26,8 @@ from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-# The most pictures to train on. What the vision encoder makes of them is kept in memory, in float16: a picture with
-# 36 tokens of width 384 takes 27 kB, and a picture with SigLIP's 729 tokens of width 1,152 takes 1.7 MB.
+# The most pictures to train on. The encoder's features of all of them are kept in memory, in float16: a picture with
+# 36 features of width 384 takes 27 kB, and a picture with SigLIP's 729 features of width 1,152 takes 1.7 MB.
 MAX_PICTURES = 8192
 STEPS = 600
 WARMUP_STEPS = 20
@@ -37,7 +37,7 @@ LEARNING_RATE = 1e-3
 # divides its cosines by a temperature of its own.
 PICTURE_TEMPERATURE = 0.05
 TOKEN_TEMPERATURE = 0.1
-# The weight of the term for single tokens. The weight of the other term is 1.
+# The weight of the term for single tokens. The term for the mean has the weight 1.
 TOKEN_WEIGHT = 0.3
 # The number of pictures that the vision encoder takes at once.
 ENCODER_BATCH = 64
@@ -68,7 +68,7 @@ def align(
     directions, vocabulary_mean = embed_captions(model, processor, unique_captions)
 
     projector = model.model.multi_modal_projector.float()
-    # The norm of image tokens before training. Without a norm layer, they are scaled back to it after training.
+    # The norm of image tokens before training. Without a norm layer, they are scaled back to this norm after training.
     some_features = features[:BATCH_SIZE].to(device).float()
     norm_before = mean_norm(projector, some_features)
 
@@ -118,13 +118,13 @@ def encode_pictures(
             batches.append(features.cpu().half())
 
     # A caption describes a whole picture, so pictures aren't cut into tiles here.
-    whole = tile_options(processor.image_processor, max_tiles=1)
+    uncut = tile_options(processor.image_processor, max_tiles=1)
     with InterfaceHooks(model, keep_features):
         for start in tqdm(range(0, len(rows), ENCODER_BATCH), desc="Encoding pictures"):
             end = min(start + ENCODER_BATCH, len(rows))
             pictures = [only_picture(row) for row in rows.select(range(start, end))]
-            inputs = processor.image_processor(pictures, return_tensors="pt", **whole).to(model.device, model.dtype)
-            model.model.get_image_features(inputs["pixel_values"])
+            pixel_values = processor.image_processor(pictures, return_tensors="pt", **uncut)["pixel_values"]
+            model.model.get_image_features(pixel_values.to(model.device, model.dtype))
     return torch.cat(batches)
 
 
@@ -160,9 +160,9 @@ def embed_captions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A direction for each caption, and the mean embedding of the vocabulary.
 
-    First the vocabulary's mean embedding is subtracted from the embedding of each token of a caption. The caption's
-    direction is then the direction of a weighted sum of these differences. The weights are inverse document
-    frequencies: a token that most captions have hardly counts, so that content words decide the direction.
+    The vocabulary's mean embedding is subtracted from the embedding of each of a caption's tokens. The caption's
+    direction is that of a weighted sum of these differences. The weights are inverse document frequencies: a token
+    that most captions have hardly counts, so that content words decide the direction.
 
     Returns:
         The directions as vectors of L2 norm 1, `(num_captions, hidden_size)`, and the vocabulary's mean embedding in
@@ -172,42 +172,43 @@ def embed_captions(
     device = model.device
     all_ids = torch.arange(len(processor.tokenizer), device=device)
     vocabulary = embed(all_ids).float()  # [vocabulary_size, hidden_size]
-    mean = vocabulary.mean(dim=0)  # [hidden_size]
+    vocabulary_mean = vocabulary.mean(dim=0)  # [hidden_size]
 
     # The space makes the tokenizer treat a caption's first word like a word inside a sentence.
     texts = [f" {caption}" for caption in captions]
-    ids_of_captions = processor.tokenizer(texts, add_special_tokens=False).input_ids
+    tokens_by_caption = processor.tokenizer(texts, add_special_tokens=False).input_ids
     num_captions_with: Counter[int] = Counter()  # for each token, the number of captions that have it
-    for ids in ids_of_captions:
-        num_captions_with.update(set(ids))
+    for tokens in tokens_by_caption:
+        num_captions_with.update(set(tokens))
 
-    directions = []
-    for ids in ids_of_captions:
-        weights = [math.log((1 + len(captions)) / num_captions_with[token]) for token in ids]  # [num_tokens]
-        embeddings = embed(torch.tensor(ids, device=device)).float()  # [num_tokens, hidden_size]
-        directions.append(torch.tensor(weights, device=device) @ (embeddings - mean))
-    unit_directions = nn.functional.normalize(torch.stack(directions), dim=-1)
+    sums = []
+    for tokens in tokens_by_caption:
+        weights = [math.log((1 + len(captions)) / num_captions_with[token]) for token in tokens]  # [num_tokens]
+        embeddings = embed(torch.tensor(tokens, device=device)).float()  # [num_tokens, hidden_size]
+        sums.append(torch.tensor(weights, device=device) @ (embeddings - vocabulary_mean))  # [hidden_size]
+    directions = nn.functional.normalize(torch.stack(sums), dim=-1)  # [num_captions, hidden_size]
+
     mean_of_norms = vocabulary.norm(dim=-1).mean()
-    return unit_directions, mean / mean_of_norms
+    return directions, vocabulary_mean / mean_of_norms
 
 
 def contrastive_loss(
-    image_tokens: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, targets: torch.Tensor
+    image_tokens: torch.Tensor, vocabulary_mean: torch.Tensor, directions: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     """The InfoNCE loss of pictures and captions, on cosines.
 
-    It is a sum of two terms: one compares the mean of a picture's tokens with the captions, the other compares each
-    single token with the captions.
+    The loss is a sum of two terms: one compares the mean of a picture's tokens with the captions, the other compares
+    each single token with the captions.
 
     Args:
         image_tokens: `(num_pictures, num_patches, hidden_size)`.
-        mean: The vocabulary's mean embedding, in the units of [`embed_captions`], `(hidden_size,)`.
+        vocabulary_mean: The vocabulary's mean embedding, in the units of [`embed_captions`], `(hidden_size,)`.
         directions: The directions of the batch's captions, `(num_captions, hidden_size)`.
         targets: The index of each picture's caption in `directions`, `(num_pictures,)`.
     """
-    # Image tokens are scaled to the norm of text, which is 1 in the units of `mean`. Then the vocabulary's mean is
-    # subtracted from them, as it was from the captions' tokens.
-    tokens = nn.functional.normalize(image_tokens, dim=-1) - mean
+    # Image tokens are scaled to the norm of text, which is 1 in the units of `vocabulary_mean`. Then this mean is
+    # subtracted, as it was from the captions' tokens.
+    tokens = nn.functional.normalize(image_tokens, dim=-1) - vocabulary_mean
     pictures = tokens.mean(dim=1)  # [num_pictures, hidden_size]
 
     picture_cosines = nn.functional.normalize(pictures, dim=-1) @ directions.T  # [num_pictures, num_captions]

@@ -91,13 +91,13 @@ def read_source(entry: Any) -> SourceArguments:
     if isinstance(entry, SourceArguments):
         return entry
 
-    known = [known_field.name for known_field in fields(SourceArguments)]
-    entry_help = f"an entry has {', '.join(known)}."
+    known_names = [known_field.name for known_field in fields(SourceArguments)]
+    entry_help = f"an entry has {', '.join(known_names)}."
     if not isinstance(entry, dict):
         raise UserError(f"datasets: {entry!r} is no mapping; {entry_help}")
 
     for name in entry:
-        if name not in known:
+        if name not in known_names:
             raise UserError(f"datasets: {name} is unknown in {entry}; {entry_help}")
     if "path" not in entry:
         raise UserError(f"datasets: path is missing in {entry}; {entry_help}")
@@ -106,9 +106,9 @@ def read_source(entry: Any) -> SourceArguments:
 
 @dataclass
 class TrainingConfig(SFTConfig):
-    """TRL's arguments with this project's defaults, with which no row is cut.
+    """TRL's arguments with this project's defaults. By default no row is cut.
 
-    On a CPU, arithmetic is in bfloat16 by default if the CPU is fast at it, and otherwise in float32.
+    On a CPU, arithmetic is in bfloat16 by default if the CPU has instructions for bfloat16, and otherwise in float32.
     """
 
     max_length: int | None = option(None, "Longest sample allowed, in tokens; longer ones are bad rows, never cut.")
@@ -136,18 +136,15 @@ class TrainingConfig(SFTConfig):
             raise UserError("output_dir is missing: give the folder that the trained model is written to.")
         self.resume_from_checkpoint: str | bool | None = read_resume(self.resume_from_checkpoint)
 
-        # Where the recipe doesn't say, layers are checkpointed until the rehearsal has decided.
-        given = vars(self)
-        self.chooses_checkpointing = (
-            self.gradient_checkpointing is None and given.get("activation_checkpointing") is None
-        )
+        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, which older versions lack.
+        has_new_field = hasattr(self, "activation_checkpointing")
+        new_value = getattr(self, "activation_checkpointing", None)
+        # If the recipe gives neither field, layers are checkpointed until the rehearsal has decided.
+        self.chooses_checkpointing = self.gradient_checkpointing is None and new_value is None
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = True
-
-        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and warns if only the old field
-        # is set, as TRL's default does. So both are set, except in older versions, which don't have the new field.
-        has_new_field = "activation_checkpointing" in given
-        if has_new_field and given["activation_checkpointing"] is None:
+        # transformers warns if only the old field is set, so both are set.
+        if has_new_field and new_value is None:
             self.activation_checkpointing = self.gradient_checkpointing
 
         if not torch.accelerator.is_available():
@@ -158,7 +155,7 @@ class TrainingConfig(SFTConfig):
         arithmetic_is_given = self.bf16 is not None or self.fp16
         if self.use_cpu and not arithmetic_is_given:
             self.bf16 = is_cpu_fast_at_bf16()
-        # With torch_compile transformers would turn TF32 on, which rounds the factors of float32 products to 10 bits.
+        # With torch_compile, transformers would turn on TF32, which rounds the factors of float32 products to 10 bits.
         if self.torch_compile and self.tf32 is None:
             self.tf32: bool | None = False
 
@@ -184,8 +181,8 @@ def default_num_workers() -> int:
     num_cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # on Linux, where a process may be confined to some cores
         num_cores = len(os.sched_getaffinity(0))
-    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
-    return min(num_cores // processes_here, 8)
+    num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
+    return min(num_cores // num_local_processes, 8)
 
 
 def read_resume(given: str | bool | None) -> str | bool | None:
@@ -194,7 +191,7 @@ def read_resume(given: str | bool | None) -> str | bool | None:
     Returns:
         A checkpoint's path, `True` for the newest checkpoint, or `None` to start anew.
     """
-    word = str(given).lower()
+    word = str(given).lower()  # "none" for `None`
     if word == "true":
         return True
     if word in ("false", "none"):

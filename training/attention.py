@@ -61,7 +61,7 @@ def varlen_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sample of a packed row. For rows that are not packed it is sdpa's attention.
+    """Causal attention within each sample of a packed row. Rows that are not packed get sdpa's attention.
 
     Shapes below are those of a packed row, which is a batch of its own.
 
@@ -96,7 +96,7 @@ def varlen_attention_forward(
 
     # Rows that are not packed come without the lengths of samples, and always with a mask.
     if cu_seq_lens_q is None or max_length_q is None:
-        if attention_mask is None:
+        if attention_mask is None:  # a packed row, of which the decoder hasn't passed the lengths on
             raise UserError(
                 f"{type(module).__name__} isn't told where the samples of a packed row begin (cu_seq_lens_q, "
                 'max_length_q), and so can\'t run with "varlen": set attn_implementation: sdpa.'
@@ -166,8 +166,8 @@ def attend_by_kernel(
     key = key[0].transpose(0, 1).to(value.dtype).contiguous()  # [sequence_length, num_key_value_heads, head_dim]
     value = value[0].transpose(0, 1).contiguous()  # like key
 
-    # The number of earlier tokens that a token sees. -1 means all earlier tokens of its sample.
-    # A token never sees a later token, since `window_size_right` is 0.
+    # The number of earlier tokens that a token sees. -1 means all earlier tokens of its sample. `window_size_right` is
+    # the number of later tokens.
     window_size_left = -1 if sliding_window is None else sliding_window - 1
     output, *_ = torch.ops.aten._flash_attention_forward(
         query,
@@ -200,10 +200,10 @@ def attend_by_sample(
     sliding_window: int | None,
     cu_seq_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """The output of [`varlen_attention_forward`], computed by sdpa of one sample after the other.
+    """The output of [`varlen_attention_forward`], computed by sdpa for one sample after the other.
 
-    Adjacent samples of the same length are computed in one call. This matters for a blank picture, each of whose
-    hundreds of tokens is a sample by itself. A batch without pictures gets one (training/collator.py).
+    Adjacent samples of the same length are computed in one call. This matters for the blank picture of a batch without
+    pictures (training/collator.py): each of its hundreds of tokens is a sample.
     """
     if query.is_cuda:
         warn_of_sdpa(value.dtype, query.shape[-1], dropout)
@@ -215,18 +215,18 @@ def attend_by_sample(
         num_samples = len(list(equal_lengths))
         end = start + num_samples * length
 
-        # [1, heads, num_samples * length, head_dim] -> [num_samples, heads, length, head_dim]
-        samples = [
+        # [1, heads, sequence_length, head_dim] -> [num_samples, heads, length, head_dim]
+        queries, keys, values = (
             states[0, :, start:end].unflatten(1, (num_samples, length)).transpose(0, 1)
             for states in (query, key, value)
-        ]
+        )
         mask = None
         if sliding_window is not None and length > sliding_window:
             mask = sliding_window_mask(length, sliding_window, query.device)
 
-        # [num_samples, length, num_heads, head_dim] -> [num_samples * length, num_heads, head_dim]
-        output, _ = sdpa_attention_forward(module, *samples, mask, dropout, scaling, is_causal=True)
-        outputs.append(output.flatten(0, 1))
+        # `is_causal` counts only without a mask.
+        output, _ = sdpa_attention_forward(module, queries, keys, values, mask, dropout, scaling, is_causal=True)
+        outputs.append(output.flatten(0, 1))  # [num_samples * length, num_heads, head_dim]
         start = end
 
     return torch.cat(outputs)[None]  # [1, sequence_length, num_heads, head_dim]

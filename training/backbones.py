@@ -46,12 +46,12 @@ def read_config(path: str) -> Any:
     """The config of a checkpoint.
 
     Raises:
-        UserError: if the config can't be read, or says that the checkpoint is quantized. A composed model would get
-            the field `quantization_config`, and its other parts would be treated as quantized too.
+        UserError: if the config can't be read, or says that the checkpoint is quantized.
     """
     name = folder_or_id(path)
     with errors_named_after(path):
         config = AutoConfig.from_pretrained(name)
+    # The composed model would get this field too, and its other parts would be treated as quantized.
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{path} is quantized: start from the weights before quantization; load_in_4bit quantizes them."
@@ -63,7 +63,7 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The vision encoder at `path`. The text encoder of a CLIP or SigLIP checkpoint is left out.
 
     Raises:
-        UserError: if there is no vision encoder for pictures of one fixed size, or if it is quantized.
+        UserError: if there is no vision encoder for pictures of one fixed size, or if the encoder is quantized.
     """
     config = read_config(path)
     config = getattr(config, "vision_config", config)  # CLIP and SigLIP checkpoints have a config with two parts
@@ -103,9 +103,10 @@ def require_hidden_state(vision_model: PreTrainedModel, vision_feature_layer: in
     """Refuse a `vision_feature_layer` for which the encoder has no hidden state.
 
     Raises:
-        UserError: if the encoder has no such hidden state. The message names the numbers that it has.
+        UserError: if the encoder has no hidden state of this number. The message names the numbers that exist.
     """
-    # Hidden state 0 is the output of the embeddings, and each layer adds one. Negative numbers count from the last.
+    # Hidden state 0 is the output of the embeddings, and hidden state n that of the n-th layer. Negative numbers count
+    # from the end.
     last = vision_model.config.num_hidden_layers
     first = -last - 1
     if not first <= vision_feature_layer <= last:
@@ -117,7 +118,7 @@ def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int
 
     Raises:
         UserError: if the size doesn't divide the number of patches along a picture's side. The message names the sizes
-            that do.
+            that divide it.
     """
     patches_per_side = vision_model.config.image_size // vision_model.config.patch_size
     if spatial_merge_size < 1 or patches_per_side % spatial_merge_size != 0:
@@ -131,15 +132,15 @@ def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int
 def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bool) -> None:
     """Change an image processor in place, so that it gives pictures of the encoder's size.
 
-    Some need this: DINOv2's image processor on the Hub crops pictures to 224 pixels, although its encoder takes 518.
-    Every image processor gets a `crop_size`, even if it doesn't crop, as SigLIP's doesn't: LlavaProcessor computes the
-    number of image tokens from `crop_size`.
+    DINOv2's image processor on the Hub, for instance, crops pictures to 224 pixels, although the encoder takes 518. An
+    image processor that doesn't crop, such as SigLIP's, keeps its `size`. Every image processor gets a `crop_size`,
+    from which LlavaProcessor computes the number of image tokens.
 
     Args:
         image_processor: The image processor of the encoder.
         size: Number of pixels along a side of the pictures that the encoder takes.
-        keeps_crop: Whether a processor that crops pictures to their central square goes on to do so. Otherwise it
-            squashes them, so that all of a wide picture is seen, as in the paper (arXiv 2512.08374, App. E).
+        keeps_crop: Whether an image processor that crops pictures to their central square still crops them. Otherwise
+            it squashes them, so that all of a wide picture is seen, as in the paper (arXiv 2512.08374, App. E).
     """
     square = {"height": size, "width": size}
     crops_now = bool(getattr(image_processor, "do_center_crop", False))
@@ -158,11 +159,11 @@ def tiling_processor(image_processor: BaseImageProcessor, max_tiles: int) -> Got
         image_processor: The image processor of the encoder, which gives pictures of the encoder's size.
         max_tiles: The largest number of tiles of the grid into which a picture is cut.
     """
-    # This class of transformers calls tiles patches. `crop_size` is again there for LlavaProcessor's count of tokens.
-    tile_size = image_processor.crop_size
+    tile_size = {"height": image_processor.crop_size["height"], "width": image_processor.crop_size["width"]}
+    # This class of transformers calls tiles patches.
     return GotOcr2ImageProcessorPil(
-        size={"height": tile_size["height"], "width": tile_size["width"]},
-        crop_size={"height": tile_size["height"], "width": tile_size["width"]},
+        size=tile_size,
+        crop_size=tile_size,  # for LlavaProcessor, as in `fit_processor`
         resample=image_processor.resample,
         rescale_factor=image_processor.rescale_factor,
         image_mean=image_processor.image_mean,
@@ -186,7 +187,7 @@ def describe_shapes(image_processor: BaseImageProcessor) -> str:
 
 
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
-    """The number of patches of a picture or tile, and of tokens that the encoder adds to them, such as a CLS token."""
+    """The number of patches of a picture or tile, and of the tokens that the encoder adds, such as a CLS token."""
     picture = Image.new("RGB", (64, 48))  # any size would do
     pixel_values = image_processor(picture, return_tensors="pt")["pixel_values"].to(vision_model.dtype)
     with torch.no_grad():
@@ -199,7 +200,7 @@ def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProce
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token of the tokenizer that can stand for a picture. If there is none, `<image>` is added to the tokenizer."""
+    """The token that stands for a picture: an unused one of the tokenizer, or `<image>`, which is then added."""
     used_tokens = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     for token in IMAGE_TOKEN_CANDIDATES:
         if token in tokenizer.added_tokens_encoder and token not in used_tokens:
@@ -225,8 +226,8 @@ def join_parts(
             rebuilt = NormLlavaForConditionalGeneration(config)
         rebuilt.load_state_dict(model.state_dict(), assign=True)
     except (AttributeError, RuntimeError) as error:
-        # transformers raises an AttributeError if it doesn't find the embeddings to tie. torch raises a RuntimeError
-        # if the rebuilt model has other weights.
+        # transformers raises an AttributeError if it finds no embeddings to tie, and torch a RuntimeError if the
+        # rebuilt model has other weights.
         raise UserError(f"{text_model_path}: Llava can't rebuild this language model: {error}") from error
     return model
 

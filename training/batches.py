@@ -210,8 +210,9 @@ def packed_batches(
         num_passes = min(accumulation_steps, len(samples) // num_processes)
         num_passes = max(num_passes, 1)
 
-        for positions in partition_samples(lengths[samples].tolist(), num_passes * num_processes):
-            packed_rows.append(samples[positions].tolist())
+        lengths_of_step = lengths[samples].tolist()
+        for indices in partition_samples(lengths_of_step, num_rows=num_passes * num_processes):
+            packed_rows.append(samples[indices].tolist())
     return packed_rows
 
 
@@ -234,7 +235,7 @@ def partition_samples(lengths: list[int], num_rows: int) -> list[list[int]]:
         The indices into `lengths` of each row's samples, in rising order. The longest row comes first.
     """
     packed_rows: list[list[int]] = [[] for _ in range(num_rows)]
-    heap = [(0, row) for row in range(num_rows)]  # pairs of a row's length and its number, the shortest row first
+    heap = [(0, row) for row in range(num_rows)]  # pairs of a row's length and number, the shortest row first
     longest_first = sorted(range(len(lengths)), key=lambda sample: lengths[sample], reverse=True)
     for sample in longest_first:
         length, row = heapq.heappop(heap)
@@ -262,7 +263,7 @@ def plan_packing(
         packed_length: The most tokens that a packed row may have.
 
     Raises:
-        UserError: if a packed row is too long whatever the number of accumulation steps.
+        UserError: if with any number of accumulation steps a packed row is too long.
     """
     lengths = row_lengths(rows)
     has_images = integer_column(rows, "num_tiles") > 0
@@ -280,7 +281,7 @@ def plan_packing(
                 return False
         return True
 
-    # The number of tokens of the longest packed row that has only one sample, with its blank picture.
+    # The number of tokens of the longest sample, with the blank picture that a sample without pictures gets.
     longest = int(np.where(has_images, lengths, lengths + blank).max())
     if longest <= packed_length:
         most_steps = samples_per_step // num_processes  # each packed row needs at least one sample
@@ -297,7 +298,7 @@ def plan_packing(
 def require_separate_samples(config: PreTrainedConfig) -> None:
     """Refuse a decoder in which a sample of a packed row influences other samples of the row.
 
-    Convolutions and state spaces mix samples, and so does attention whose mask doesn't depend on positions.
+    Convolutions and state spaces mix samples, and so does attention whose mask doesn't depend on `position_ids`.
 
     Args:
         config: The config of the decoder.

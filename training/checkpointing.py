@@ -1,6 +1,7 @@
 """Finds out whether a run has enough memory to train without gradient checkpointing.
 
-With checkpointing, a layer keeps only its input for the backward pass, and computes all else again, which takes time.
+With gradient checkpointing, a layer keeps only its input for the backward pass, and computes its other tensors again,
+which takes time.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,8 @@ def memory_limit(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device)
+    held_by_this_process = torch.cuda.memory_reserved(device)
+    return free + held_by_this_process
 
 
 def measure_peak(run_pass: Callable[[], None], device: torch.device) -> int:
@@ -33,9 +35,10 @@ def measure_peak(run_pass: Callable[[], None], device: torch.device) -> int:
 def peak_without_checkpointing(model: nn.Module, measure: Callable[[], int]) -> int:
     """The peak of a pass in which no layer is checkpointed, extrapolated from passes in which almost all are.
 
-    The first layer of a stack runs first, and its backward pass comes last. So what it keeps without checkpointing is
-    still there when memory is at its peak, and the peak grows by as much. Each layer of the stack would add the same.
-    This is too much by one layer: the layer at the peak holds all of its tensors with checkpointing too.
+    For each stack of layers (the encoder's and the decoder's), a pass runs in which only the first layer isn't
+    checkpointed. The first layer's backward pass comes last, so what the layer keeps is still in memory at the peak,
+    and the peak grows by as much. Each layer of the stack is taken to add the same. The result is too high by one
+    layer: with checkpointing too, the layer at the peak holds all of its tensors.
 
     Args:
         model: The model, whose layers are checkpointed.
@@ -53,7 +56,7 @@ def peak_without_checkpointing(model: nn.Module, measure: Callable[[], int]) -> 
 
 
 def checkpointed_stacks(model: nn.Module) -> list[list[Any]]:
-    """The layers that are checkpointed, in the order in which they run: those of the encoder, those of the decoder."""
+    """The checkpointed layers of each stack, the encoder's and the decoder's, in the order in which they run."""
     stacks = []
     for module in model.modules():
         if not isinstance(module, nn.ModuleList):

@@ -1,7 +1,7 @@
 """The output folder of a run: its lock, its checkpoints and its result.
 
-Checkpoints and the result are written into a folder of their own, `.saving`, and moved to their place when they are
-complete. So a run that is killed while it writes leaves no half-written checkpoint.
+Checkpoints and the result are first written into the folder `.saving`, and moved to their place once complete. So a
+run that is killed while it writes leaves no half-written checkpoint.
 """
 
 import fcntl
@@ -69,7 +69,7 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
 
 
 def find_checkpoint(output_dir: Path, resume: str | bool | None) -> Path | None:
-    """The checkpoint that a run resumes from; `None` if it starts from the beginning.
+    """The checkpoint that a run resumes from; `None` if the run starts from the beginning, or is already finished.
 
     Args:
         output_dir: The run's folder.
@@ -191,12 +191,12 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
         try:
             return Run.read(folder).arguments
         except UserError:
-            continue  # an incomplete checkpoint, which is not resumed from
+            continue  # an incomplete checkpoint, from which no run is resumed
     return {}
 
 
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
-    """Move what a run wrote after the checkpoint that it resumes from into a numbered folder in `superseded`."""
+    """Move a run's checkpoints after `checkpoint`, and its state if it has finished, into a folder in `superseded`."""
     resumed_step = checkpoint_step(checkpoint)
     later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > resumed_step]
     # A state file in the output folder itself would mark the run as finished.
@@ -232,7 +232,7 @@ def open_saving_folder(output_dir: Path, accelerator: Accelerator) -> Iterator[P
 
 
 def publish_checkpoint(folder: Path, destination: Path) -> None:
-    """Write a complete checkpoint's files through to the disk, and move its folder to its place in one step."""
+    """Write a complete checkpoint's files through to the disk, and move its folder by an atomic rename."""
     _flush_to_disk(folder)
     os.rename(folder, destination)
 
@@ -241,7 +241,7 @@ def publish_result(folder: Path, output_dir: Path) -> None:
     """Move the files of a complete folder into the run's output folder."""
     _flush_to_disk(folder)
     # config.json makes the folder a model, so it is moved after the model's files. The trainer's state marks the run
-    # as finished, so it is moved last of all.
+    # as finished, so it is moved last.
     last_names = ["config.json", STATE_FILE]
     first_names = sorted(path.name for path in folder.iterdir() if path.name not in last_names)
     for name in [*first_names, *last_names]:
@@ -270,21 +270,21 @@ def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any
     # empty model of the original class saves the weights. The original class is the first base of the new class that
     # has nothing to do with FSDP2.
     bases_without_fsdp = [base for base in type(model).__mro__ if not issubclass(base, FSDPModule)]
-    model_class: Any = bases_without_fsdp[0]
+    original_class: Any = bases_without_fsdp[0]
     with torch.device("meta"), no_init_weights():
-        whole = model_class._from_config(model.config)
-    whole.generation_config = model.generation_config
+        empty_model = original_class._from_config(model.config)
+    empty_model.generation_config = model.generation_config
 
-    tied_names = set(whole.all_tied_weights_keys)  # such as a head that shares the embedding's weight
+    tied_names = set(empty_model.all_tied_weights_keys)  # such as a head that shares the embedding's weight
     untied_weights = {name: tensor for name, tensor in weights.items() if name not in tied_names}
-    whole.save_pretrained(folder, state_dict=untied_weights)
+    empty_model.save_pretrained(folder, state_dict=untied_weights)
     processor.save_pretrained(folder)
 
 
 def copy_record(source: Path, destination: Path) -> None:
-    """Copy the files that record a model's training into another folder. The model card is made from them.
+    """Copy the files that record a model's training into another folder. The model card is made from these files.
 
-    Files that `source` lacks are left out.
+    Files that are not in `source` are left out.
     """
     for name in (RUN_FILE, STATE_FILE, "metrics.jsonl"):
         if (source / name).exists():
@@ -295,7 +295,7 @@ def copy_record(source: Path, destination: Path) -> None:
 
 
 def check_weights(checkpoint: Path, model: Any) -> None:
-    """Check that a checkpoint's weights have the names of the model's weights: Trainer would only warn.
+    """Check that a checkpoint's weights have the names of the model's weights. Trainer would only warn.
 
     A checkpoint with sharded weights, which has no safetensors file, is not checked.
 

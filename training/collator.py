@@ -70,7 +70,7 @@ class VisionLanguageCollator:
         """The packed batch of `samples`, with the blank picture's tokens at its end if there are no images."""
         if not has_images:
             # Each token of the blank picture becomes a sample of its own, so that no other token sees it. The
-            # diagnostics also recognize a blank picture by its samples of a single token.
+            # diagnostics recognize a blank picture by these samples of a single token.
             image_id = self.tokenize.processor.image_token_id
             blank_token = {"input_ids": [image_id], "labels": [IGNORED]}
             samples = samples + [blank_token] * self.tokenize.tokens_per_tile

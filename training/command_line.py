@@ -69,8 +69,9 @@ def read_fields(parser: TrlParser, argv: Sequence[str] | None = None) -> dict[st
     Raises:
         UserError: if the recipe can't be read, or a field is unknown.
     """
-    known, options = build_recipe_parser().parse_known_args(argv)
-    for word in options:
+    parsed, command_line_options = build_recipe_parser().parse_known_args(argv)
+    recipe_path = parsed.config
+    for word in command_line_options:
         if word.startswith("--"):
             name = word.removeprefix("--").split("=")[0]  # "--warmup_ratio=0.03" -> "warmup_ratio"
             refuse_renamed_field(name)
@@ -78,17 +79,17 @@ def read_fields(parser: TrlParser, argv: Sequence[str] | None = None) -> dict[st
     # Recipe and command line are first parsed separately, so that the message about a wrong field of the recipe names
     # the recipe.
     recipe_options: list[str] = []
-    if known.config is not None:
-        recipe_options = read_recipe(Path(known.config), parser)
-        parse(parser, recipe_options, where=f"{known.config}: ")
-    parse(parser, options)
+    if recipe_path is not None:
+        recipe_options = read_recipe(Path(recipe_path), parser)
+        parse(parser, recipe_options, where=f"{recipe_path}: ")
+    parse(parser, command_line_options)
 
-    # If an option is given twice, argparse takes the later one. So the command line's options come last.
-    fields: dict[str, Any] = vars(parse(parser, recipe_options + options))
+    # If an option is given twice, argparse takes the later value. So the command line's options come last.
+    fields: dict[str, Any] = vars(parse(parser, recipe_options + command_line_options))
     for name in PATH_FIELDS:
         if fields[name] is not None:
             fields[name] = os.path.expanduser(fields[name])
-    return {**fields, "recipe": known.config}
+    return {**fields, "recipe": recipe_path}
 
 
 def make_arguments(parser: TrlParser, fields: dict[str, Any]) -> tuple[RunArguments, TrainingConfig]:
@@ -135,11 +136,11 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
         if not takes_type(name, type(list_or_mapping)):
             type_name = "list" if isinstance(list_or_mapping, list) else "mapping"
             raise UserError(f"--config {path}: {name} can't be a {type_name}, got {list_or_mapping!r}.")
-    # The parser takes these fields as defaults. Those that it doesn't know come back as options, so that it refuses
-    # them when it parses the options.
+    # These fields become defaults of the parser. The call returns unknown fields as options, which the parser will
+    # refuse.
     options = parser.set_defaults_with_config(**lists_and_mappings)
 
-    # YAML reads `no` without quotes as false. For a field such as eval_strategy, "no" is meant: one of its choices.
+    # YAML reads `no` without quotes as false. In a field such as eval_strategy, "no" is one of the choices.
     fields_with_no = [action.dest for action in parser._actions if "no" in (action.choices or ())]
     for name, value in recipe.items():
         if name in lists_and_mappings:
@@ -153,7 +154,7 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
 def takes_type(name: str, wanted_type: type) -> bool:
     """Whether a field may have values of `wanted_type`, which is `list` or `dict`.
 
-    It is true for the name of an unknown field, which is refused elsewhere.
+    For an unknown field, which the parser refuses, this is true.
     """
     annotations = get_type_hints(RunArguments) | get_type_hints(TrainingConfig)
     if name not in annotations:
@@ -168,10 +169,10 @@ def takes_type(name: str, wanted_type: type) -> bool:
 
 
 def refuse_renamed_field(name: str) -> None:
-    """Check that a name is not the old name of a field.
+    """Refuse the old name of a field that has been renamed.
 
     Raises:
-        UserError: if it is an old name. The message says what to give instead.
+        UserError: if `name` is an old name. The message says what to give instead.
     """
     name_with_underscores = name.replace("-", "_")
     replacement = RENAMED_FIELDS.get(name_with_underscores)

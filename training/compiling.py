@@ -1,7 +1,7 @@
 """Compiles the decoder's layers one by one, since the whole model would break into dozens of graphs.
 
-On a CPU, attention "varlen" isn't compiled (training/attention.py), and so it breaks a layer's graph in two. With
-gradient checkpointing, torch then compiles nothing of the layer, since it can't break a graph inside a checkpoint.
+On a CPU, attention "varlen" isn't compiled (training/attention.py), so a layer's graph breaks in two. With gradient
+checkpointing, torch can't break a graph inside a layer, and so compiles nothing of the layer.
 """
 
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
     eval mode, in which the layer doesn't run compiled.
 
     Args:
-        layers: The layers. Under FSDP2 they must be sharded already: sharding replaces their class, by which
-            transformers decides whether they use gradient checkpointing.
+        layers: The layers. Under FSDP2 they must be sharded already: sharding replaces a layer's class, by which
+            transformers decides whether to checkpoint the layer.
         backend: The backend for `torch.compile`.
     """
     # Under DDP, torch would split a layer's graph at the borders of DDP's buckets, which fails in older versions of

@@ -79,7 +79,8 @@ def compose(
         projector_norm: The kind of norm layer at the projector's end, a field of [`NormLlavaConfig`].
         align_norm: Whether the norm layer's gains start so that image tokens have the L2 norm T. Otherwise gains start
             at 1.
-        vision_feature_layer: The number of the encoder's hidden state that the projector reads.
+        vision_feature_layer: The number of the encoder's hidden state that the projector reads; -2, the last but one,
+            as in LLaVA.
         seed: The seed of new weights.
         scale_projector: Whether to scale a projector without a norm layer, so that image tokens start at T.
         norm_target_ratio: A factor of T: with 2, image tokens start at 2 T.
@@ -113,10 +114,10 @@ def compose(
         image_processor = tiling_processor(image_processor, max_tiles)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
 
-    # If the norm layer's gains are aligned, measure the norm at which image tokens start.
+    # If the norm layer's gains start aligned, find the norm at which image tokens start.
     target = None
     if align_norm and projector_norm != "none":
-        # The embedding of a new token would change T, and so it is added only after this.
+        # A new image token is added only after this, because its embedding would change T.
         target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
 
     # Choose the image token. If it is a new token, it gets a random embedding, so random numbers are seeded here.
@@ -151,7 +152,7 @@ def compose(
         linear.reset_parameters()
     projector.to(text_model.dtype)
 
-    # Check that the language model is unchanged, make the processor, and try both.
+    # Check that the language model is unchanged, make the processor, and try the model with it.
     require_unchanged_logits(model, text_model)
     model.generation_config = text_model.generation_config
     processor = make_processor(model, image_processor, tokenizer, image_token, num_additional)
@@ -172,7 +173,8 @@ def convert_llava(
 
     Raises:
         UserError: if the checkpoint isn't a Llava (a NormLlava is refused too, since it has a norm layer already), if
-            its encoder doesn't take pictures of one fixed size, if it is quantized, or if the ratio doesn't fit.
+            its encoder doesn't take pictures of one fixed size, if the checkpoint is quantized, or if
+            `norm_target_ratio` doesn't fit.
     """
     require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
     model_type = read_config(llava_model_path).model_type
@@ -189,7 +191,7 @@ def convert_llava(
 
     # Count the features of a picture.
     image_processor = old_processor.image_processor
-    fit_processor(image_processor, vision_model.config.image_size, keeps_crop=True)
+    fit_processor(image_processor, vision_model.config.image_size, keeps_crop=True)  # as the checkpoint has it
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     num_features = num_patches + num_additional
     if llava.config.vision_feature_select_strategy == "default":
@@ -233,7 +235,11 @@ def require_fitting_ratio(projector_norm: str, align_norm: bool, norm_target_rat
 
 
 def require_fitting_tiles(max_tiles: int, center_crop: bool) -> None:
-    """Raises `UserError` if the number of tiles isn't at least 1, or pictures would be both cropped and cut."""
+    """Refuse a number of tiles below 1, and options by which pictures would be both cropped and cut into tiles.
+
+    Raises:
+        UserError: in these cases.
+    """
     if max_tiles < 1:
         raise UserError(f"max_tiles {max_tiles}: it is at least 1, which leaves pictures whole.")
     if max_tiles > 1 and center_crop:
@@ -252,16 +258,16 @@ def make_processor(
     Args:
         model: The model with all of its parts.
         image_processor: An image processor that gives pictures of the encoder's size.
-        tokenizer: The language model's tokenizer. The chat template keeps its chat format if that is possible. The
-            tokenizer gets a padding token if it has none.
+        tokenizer: The language model's tokenizer, whose chat format the chat template keeps if possible. A tokenizer
+            without a padding token gets one.
         image_token: The token that stands for a picture's features.
         num_additional: Number of tokens that the encoder adds to a picture's patches.
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
-    # The processor counts image tokens as if each stood for one patch. It stands for a square of patches, so the
-    # processor gets the size of this square.
+    # The processor counts image tokens as if each stood for one patch. An image token stands for a square of patches,
+    # so the processor gets the size of this square.
     patch_size = model.config.vision_config.patch_size * model.config.spatial_merge_size
     processor_class = NormLlavaProcessor if cuts_tiles(image_processor) else LlavaProcessor
     return processor_class(
@@ -433,13 +439,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     gives_both_parts = options.vision_model is not None and options.text_model is not None
     gives_no_part = options.vision_model is None and options.text_model is None
-    converts = options.llava_model is not None
-    is_conversion = converts and gives_no_part
-    is_composition = not converts and gives_both_parts
-    if not (is_conversion or is_composition):
+    gives_llava = options.llava_model is not None
+    is_composition = gives_both_parts and not gives_llava
+    is_conversion = gives_llava and gives_no_part
+    if not (is_composition or is_conversion):
         parser.error("give either --vision_model and --text_model, or only --llava_model")
 
-    if converts:
+    if is_conversion:
         sets_layer = options.vision_feature_layer != parser.get_default("vision_feature_layer")
         if options.scale_projector or options.captions or sets_layer:
             parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")

@@ -48,13 +48,13 @@ def read_rows(
     # The recipe gives either `datasets` or the fields of a single source.
     entries = run_args.datasets
     if not entries:
-        entry = SourceArguments(
+        only_entry = SourceArguments(
             path=str(run_args.dataset_name),
             name=run_args.dataset_config,
             split=str(run_args.dataset_train_split),
             image_folder=run_args.image_folder,
         )
-        entries = [entry]
+        entries = [only_entry]
 
     if run_args.dataset_streaming:
         (entry,) = entries  # check_arguments has refused `datasets` with a stream
@@ -65,7 +65,7 @@ def read_rows(
     sources = []
     for index, entry in enumerate(entries):
         checked = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
-        # Each source has a seed of its own, for the random sample of its rows.
+        # Each source has its own seed, for the random sample of its rows.
         drawn = draw_rows(checked.good_rows, entry, seed=data_seed(args) + index)
         logger.info(
             "%s: %d rows, %d good, %d an epoch", entry.path, checked.num_rows, len(checked.good_rows), len(drawn)
@@ -79,7 +79,7 @@ def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
     """The rows that every epoch takes from a source, by the source's weight.
 
     With a weight of 2.3, an epoch has each row twice, and a random sample of 30% of the rows a third time. The sample
-    depends on the seed alone, so that all epochs, processes and resumed starts have the same sample.
+    depends only on the seed, so it is the same in all epochs, processes and resumed starts.
     """
     num_repeats = math.floor(entry.weight)
     sampled_fraction = entry.weight - num_repeats
@@ -145,7 +145,7 @@ def check_rows(
         assert isinstance(rows, Dataset)
         tokens = tokenize_rows(rows, RowCheck(tokenize, run_args.open_pictures), args.dataset_num_proc)
 
-    list_path = None
+    list_path = None  # only the main process writes the list
     if args.process_index == 0:
         list_path = Path(args.output_dir, bad_rows_file)
     good_rows, fingerprint = keep_good_rows(rows, tokens, run_args.bad_rows, list_path)
@@ -153,7 +153,7 @@ def check_rows(
 
 
 def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int) -> Source:
-    """The record of a source, and of how many rows an epoch takes from it."""
+    """The record of a source from which an epoch takes `num_drawn` rows."""
     return Source(
         path=entry.path,
         name=entry.name,

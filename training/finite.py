@@ -8,31 +8,30 @@ from common.errors import UserError
 
 
 class FiniteWatch:
-    """Notes on the device whether a loss or a gradient's norm was not finite, and raises when it is asked.
+    """Counts on the device the losses and gradient norms that are not finite, and raises at the next check.
 
-    Reading a value makes Python wait until the device has computed it. So each step only notes its values, and the
-    notes are read when a step is logged, and before anything is saved.
+    Reading a value makes Python wait until the device has computed it. So a step only adds to the count, which is read
+    when a step is logged, and before anything is saved.
 
     Args:
         device: The device that the values are on.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # The number of values that were not finite.
-        self._num_bad = torch.zeros((), dtype=torch.long, device=device)
-        # All steps up to this one are known to be finite.
+        self._num_not_finite = torch.zeros((), dtype=torch.long, device=device)
+        # The values of all steps up to this step are known to be finite.
         self._last_checked_step = 0
 
     def start(self, step: int) -> None:
-        """Training begins after `step`, which isn't 0 if the run is resumed."""
+        """Start to watch the steps after `step`, the number of steps taken, which isn't 0 if the run is resumed."""
         self._last_checked_step = step
 
     def note(self, value: torch.Tensor) -> None:
-        """Note whether `value`, a scalar, is finite."""
-        self._num_bad += ~value.detach().isfinite()
+        """Count `value`, a scalar, if it isn't finite."""
+        self._num_not_finite += ~value.detach().isfinite()
 
     def check(self, step: int, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Read the notes. Every process must call this, and either all processes raise or none.
+        """Read the count. Every process must call this, and either all processes raise or none.
 
         Args:
             step: The number of the last step that was taken.
@@ -41,7 +40,7 @@ class FiniteWatch:
         Raises:
             UserError: if a value since the last check was not finite.
         """
-        if reduce(self._num_bad).item() > 0:
+        if reduce(self._num_not_finite).item() > 0:
             raise UserError(
                 "The loss or the gradient's norm was not finite in "
                 f"{describe_steps(self._last_checked_step + 1, step)}; lower the learning rate, or look at the rows "
@@ -52,6 +51,6 @@ class FiniteWatch:
 
 def describe_steps(first: int, last: int) -> str:
     """The steps from `first` to `last`, in words."""
-    if first >= last:
+    if first >= last:  # `first` is larger at a second check of the same step
         return f"step {last}"
     return f"one of the steps {first} to {last}"

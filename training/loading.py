@@ -73,16 +73,16 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         model = model_class.from_pretrained(name, revision=run_args.model_revision, **options)
 
     # torch doesn't train the embedding of `padding_idx`. But the padding token may also be the token that ends turns,
-    # and its embedding has to be trained.
+    # whose embedding has to be trained.
     model.get_input_embeddings().padding_idx = None
+    # On a CPU bitsandbytes would rewrite 4-bit weights at the first pass in eval mode, and round their scales.
     for module in model.modules():
-        # On a CPU bitsandbytes would rewrite 4-bit weights at the first pass in eval mode, and round their scales.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     # FSDP2 shards each module whose class is in `_no_split_modules`. Vision encoders list classes of their whole model
-    # family there, and accelerate refuses a class of which the model has no module. So such classes are left out.
-    module_classes = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = sorted(module_classes & set(model._no_split_modules or ()))
+    # family there. accelerate refuses those of which the model has no module, so they are left out.
+    class_names = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = sorted(class_names & set(model._no_split_modules or ()))
     return model
 
 

@@ -49,7 +49,7 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
         adapted = PeftModel.from_pretrained(model, str(adapter))
     check_weights(adapter, adapted)
     merged = adapted.merge_and_unload()
-    if config.dtype is None:
+    if config.dtype is None:  # the config doesn't tell the dtype, so the weights stay float32
         return merged
     return merged.to(config.dtype)
 

@@ -27,7 +27,7 @@ class InterfaceMonitor(TrainerCallback):
     first layer. Tokens are classified as in the diagnostics, except that attention sinks aren't left out: they appear
     only at later layers.
 
-    The hooks are on the model and on its first layer, not inside the layer, which may be compiled.
+    The hooks are on the model and on the decoder's first layer, not inside the layer, which may be compiled.
 
     Args:
         model: The model that is trained, with adapters and without wrappers.
@@ -60,13 +60,13 @@ class InterfaceMonitor(TrainerCallback):
         if self._tokens is None:
             return
 
-        hidden_states = args[0] if args else kwargs["hidden_states"]
+        hidden_states = args[0] if args else kwargs["hidden_states"]  # decoders pass them by position or by name
         norms = token_norms(hidden_states)  # [batch_size, sequence_length]
         visual_norms = norms[self._tokens.visual]  # [num_image_tokens]
         text_norms = norms[self._tokens.text]  # [num_text_tokens]
         self._sums[:, 0] += torch.stack([visual_norms.sum(), text_norms.sum()]).cpu()
         self._sums[:, 1] += torch.tensor([len(visual_norms), len(text_norms)])
-        # Gradient checkpointing runs the layer a second time, which must not add the norms again.
+        # Gradient checkpointing runs the layer again, which must not add the norms again.
         self._tokens = None
 
     @torch.no_grad()
@@ -90,19 +90,16 @@ class InterfaceMonitor(TrainerCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """Writes each log as a line of JSON. Names of held-out figures begin with `eval/`, as they do in trackers.
-
-    The file of a resumed run begins with the logs of the steps before its checkpoint.
-    """
+    """Writes each log as a line of JSON. Names of held-out figures begin with `eval/`, as they do in trackers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Write the logs of all steps before the one that training begins with."""
+        """Begin the file with all logs so far: none, unless the run is resumed."""
         if state.is_world_process_zero:
-            lines = [self._line(entry) for entry in state.log_history]
+            lines = [self._line(log) for log in state.log_history]
             write_whole(self._path, "".join(lines))
 
     @override
@@ -113,10 +110,10 @@ class MetricsFile(TrainerCallback):
                 file.write(self._line(state.log_history[-1]))
 
     @staticmethod
-    def _line(entry: dict[str, float]) -> str:
+    def _line(log: dict[str, float]) -> str:
         """A log as a line of JSON."""
         renamed = {}
-        for name, value in entry.items():
+        for name, value in log.items():
             if name.startswith("eval_"):  # Trainer's prefix
                 name = "eval/" + name.removeprefix("eval_")
             renamed[name] = value
@@ -130,10 +127,10 @@ class ConsoleTable(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Print the header, and note the time, step and token count, which aren't 0 at the start of a resumed run."""
-        self._started = time.monotonic()
-        self._first_step = state.global_step
-        self._first_token = state.num_input_tokens_seen
+        """Print the header, and note the time and the steps and tokens so far, which aren't 0 if a run is resumed."""
+        self._start_time = time.monotonic()
+        self._start_step = state.global_step
+        self._start_tokens = state.num_input_tokens_seen
         self._print(state, format_row(self.COLUMNS))
 
     @override
@@ -148,9 +145,9 @@ class ConsoleTable(TrainerCallback):
 
     def _cells(self, state: TrainerState, logs: dict[str, float]) -> list[str]:
         """The cells of a step's line. Speed and time left are computed from the mean since `on_train_begin`."""
-        seconds = time.monotonic() - self._started
-        num_tokens = state.num_input_tokens_seen - self._first_token
-        num_steps = state.global_step - self._first_step
+        seconds = time.monotonic() - self._start_time
+        num_tokens = state.num_input_tokens_seen - self._start_tokens
+        num_steps = state.global_step - self._start_step
         num_steps_left = state.max_steps - state.global_step
         seconds_left = round(seconds / num_steps * num_steps_left)
         ratio = "no picture"

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 OPTIMIZERS_8BIT = ("adamw_bnb_8bit", "adamw_8bit")
 PLANNED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", *OPTIMIZERS_8BIT)
-# The peak of memory comes in the second pass of the second step. The optimizer's states exist since the end of the
-# first step, and the step's gradients since its first pass.
+# The peak of memory comes in the second pass of the second step: the first step has made the optimizer's states, and
+# the first pass has made the gradients.
 NUM_STEPS = 2
 NUM_PASSES = 2
 
@@ -64,7 +64,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The memory and FLOPs of a step. All fields but `flops` are bytes of one device at the step's peak."""
+    """The memory of a step and the FLOPs of a pass. All fields but `flops` are bytes of one device at the peak."""
 
     weights: int
     gradients: int
@@ -73,8 +73,8 @@ class StepPlan:
     activations: int
     """Activations and temporary tensors."""
     flops: int
-    """Model FLOPs of one pass, forward and backward. As in the MFU of PaLM (arXiv 2204.02311, App. B), recomputation
-    and padding don't count, and packed samples count as if each had a row of its own."""
+    """Model FLOPs of one pass over a device's batch, forward and backward. As in the MFU of PaLM (arXiv 2204.02311,
+    App. B), recomputation and padding don't count, and packed samples count as if each had a row of its own."""
 
     @property
     def peak(self) -> int:
@@ -85,8 +85,8 @@ class StepPlan:
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    options, recipe_options = build_parser().parse_known_args(argv)
-    run_args, args = parse_arguments(recipe_options)
+    options, sft_options = build_parser().parse_known_args(argv)
+    run_args, args = parse_arguments(sft_options)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
 
     batch = make_batch(run_args, args, options.tokens, options.supervised, options.tiles)
@@ -95,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_rows = count_rows(run_args, args, batch, options.devices, options.rows)
     flops_per_sample = plan.flops / batch.samples
     flops = flops_per_sample * num_rows
-    seconds = flops / (options.devices * options.tflops * 1e12)
+    flops_per_second = options.devices * options.tflops * 1e12
+    seconds = flops / flops_per_second
 
     logger.info(
         "assumed: %s rows of %d tokens, %d supervised, tiles of its picture: %d; %g TFLOP/s a device (an H100's peak "
@@ -174,8 +175,8 @@ def plan_step(
     """The plan of a step, measured in some steps without data. Frozen weights have the dtype that they have on a GPU.
 
     Raises:
-        UserError: for optimizers whose memory is not known here, and if a sample has fewer tokens than its picture and
-            its supervised tokens take.
+        UserError: if the optimizer isn't one of `PLANNED_OPTIMIZERS`, or if a sample has too few tokens for its
+            picture and its supervised tokens.
     """
     check_plan(config, run_args, args, batch)
     model, trained = build_model(config, run_args, args)
@@ -185,9 +186,10 @@ def plan_step(
         trained.train()
 
         # FLOPs are counted before checkpointing is turned on, because recomputation isn't part of the model's FLOPs.
-        with autocast(args):  # frozen weights may be bfloat16 beside trained ones in float32
+        with autocast(args):  # frozen weights may be bfloat16, and trained weights are float32
             flops = count_flops(trained, batch)
         trained.zero_grad()
+
         if args.gradient_checkpointing:
             has_adapters = trained is not model
             if has_adapters:  # then TRL calls this too
@@ -248,7 +250,7 @@ def count_flops(trained: nn.Module, batch: Batch) -> int:
 
 
 def autocast(args: TrainingConfig) -> torch.autocast:
-    """A block that computes as training does."""
+    """A block that computes in the arithmetic of training, and keeps no casts of weights, as the trainer does."""
     return torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16), cache_enabled=False)
 
 
@@ -256,7 +258,7 @@ def track_steps(trained: nn.Module, args: TrainingConfig, batch: Batch) -> tuple
     """Run some steps, and track their memory.
 
     Returns:
-        The bytes at the peak of the steps, and the optimizer with its states.
+        The bytes in use at the peak, and the optimizer with its states.
     """
     optimizer = make_optimizer(trained, args)
     with WholeModelTracker() as tracker:
@@ -273,7 +275,7 @@ def track_steps(trained: nn.Module, args: TrainingConfig, batch: Batch) -> tuple
 
 
 def make_optimizer(trained: nn.Module, args: TrainingConfig) -> torch.optim.Optimizer:
-    """The optimizer of the recipe, or one that has as large states."""
+    """The optimizer of the recipe, or for 8-bit Adam a stand-in whose states have the same size."""
     parameters = trained_parameters(trained)
     if args.optim.value in OPTIMIZERS_8BIT:
         embeddings = [module.weight for module in trained.modules() if isinstance(module, nn.Embedding)]
@@ -287,8 +289,8 @@ def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
     """The loss of a pass over a made-up batch.
 
     All image tokens of the batch come first, then all text tokens, of which the last are supervised. The order doesn't
-    matter, since only shapes are used. Image features and embeddings of text are joined here, because the model itself
-    would look for image tokens among the values of `input_ids`, which have no data.
+    matter, since only shapes are used. Image features and text embeddings are joined here, because the model would
+    look for image tokens among the values of `input_ids`, which fake tensors don't have.
     """
     model = base_model(trained)
     num_tokens = batch.samples * batch.tokens
@@ -297,12 +299,12 @@ def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
 
     vision = model.config.vision_config
     pixel_values = torch.empty(batch.samples * batch.tiles, vision.num_channels, vision.image_size, vision.image_size)
-    features_of_images = model.model.get_image_features(pixel_values).pooler_output
-    features = torch.cat(list(features_of_images))  # [num_image_tokens, hidden_size]
-    num_text_tokens = num_tokens - len(features)
-    text = model.get_input_embeddings()(torch.zeros(num_text_tokens, dtype=torch.long))
+    features_by_tile = model.model.get_image_features(pixel_values).pooler_output
+    features = torch.cat(list(features_by_tile))  # [num_image_tokens, hidden_size]
+    text_ids = torch.zeros(num_tokens - len(features), dtype=torch.long)
+    text = model.get_input_embeddings()(text_ids)  # [num_text_tokens, hidden_size]
     embeddings = torch.cat([features.to(text.dtype), text])  # [num_tokens, hidden_size]
-    embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)  # [num_rows, tokens of a row, hidden_size]
+    embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)  # [num_rows, row_length, hidden_size]
 
     labels = torch.zeros(1, num_supervised, dtype=torch.long)
     positions = torch.arange(num_tokens - num_supervised, num_tokens)
@@ -316,9 +318,9 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def num_bytes(candidates: Iterable[Any]) -> int:
-    """The bytes of all tensors among `candidates`. Other candidates, such as an optimizer's numbers, don't count."""
-    return sum(tensor.nbytes for tensor in candidates if isinstance(tensor, torch.Tensor))
+def num_bytes(values: Iterable[Any]) -> int:
+    """The bytes of all tensors among `values`. Other values, such as numbers in an optimizer's states, don't count."""
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def attention_flops(query: Any, key: Any, value: Any, *_: Any, attn_mask: Any = None, **options: Any) -> int:
@@ -333,7 +335,7 @@ def attention_flops(query: Any, key: Any, value: Any, *_: Any, attn_mask: Any = 
 
 
 def attention_backward_flops(gradient: Any, *forward_shapes: Any, **options: Any) -> int:
-    """FLOPs of attention's backward pass: twice those of its forward pass, since recomputation doesn't count."""
+    """FLOPs of attention's backward pass: twice those of the forward pass, since recomputation doesn't count."""
     return 2 * attention_flops(*forward_shapes, **options)
 
 

@@ -1,7 +1,7 @@
 """Checks of a run's arguments.
 
 A check refuses arguments that would be ignored in silence, or would change the result in silence. The docstring of
-each check states the rule that it enforces by a `UserError`.
+each check states its rule. The check raises a `UserError` if the rule is broken.
 """
 
 import math
@@ -21,7 +21,7 @@ from training.stages import Stage
 
 # Fields of TRL and transformers that must keep one value: the field, the value, and the reason.
 FIXED_FIELDS: dict[str, tuple[Any, str]] = {
-    "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
+    "use_peft": (False, "give stage 'adapt' to train adapters"),
     "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
     "lora_modules_to_save": (None, "besides the adapters, projector and norm are trained"),
     "load_in_8bit": (False, "only load_in_4bit is supported"),
@@ -36,7 +36,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "include_num_input_tokens_seen": ("no", "num_tokens is always logged, without padding"),
     "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
     "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
-    "assistant_only_loss": (False, "it is so anyway: what the assistant says is supervised"),
+    "assistant_only_loss": (False, "only what the assistant says is supervised anyway"),
     "padding_free": (False, "give packed_length, which packs rows without padding"),
     "use_liger_kernel": (False, "Liger has no kernels for this model class"),
     "torch_compile_mode": (None, "layers are compiled in torch's default mode; no other has been tried"),
@@ -120,7 +120,7 @@ def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Counts are 1 or more. Learning rates and the weights of losses are 0 or more."""
+    """Counts are 1 or more. Learning rates and the weights of losses are 0 or more, and finite."""
     given = {**vars(args), **vars(run_args)}
     for name in COUNT_FIELDS:
         count = given[name]
@@ -188,7 +188,7 @@ def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Only one field sets the number of rows in a step, and a row's loss doesn't depend on the rows packed with it."""
+    """One field sets the number of samples in a step. Samples of a packed row don't change each other's loss."""
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:
@@ -213,7 +213,7 @@ def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_optimizer(run_args: RunArguments, args: TrainingConfig) -> None:
-    """The optimizer trains the weights that are saved. With `clip_by_module` there is a norm to clip to."""
+    """The optimizer trains the weights that are saved. `clip_by_module` comes with a norm to clip to."""
     if args.optim.startswith("schedule_free"):
         raise UserError("A schedule_free optimizer trains other weights than it saves.")
     if run_args.clip_by_module and not args.max_grad_norm:
@@ -240,7 +240,7 @@ def check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_compiling(args: TrainingConfig) -> None:
-    """Only the decoder's layers are compiled, not the whole model, and only by backends that have been tried."""
+    """Only the decoder's layers are compiled, not the whole model, and only by a backend that has been tried."""
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise UserError(
             "The launcher would compile the whole model: launch with --dynamo_backend no, and give "
@@ -301,9 +301,9 @@ def check_devices(args: TrainingConfig) -> None:
 
 
 def check_tiles(run_args: RunArguments, image_processor: BaseImageProcessor) -> None:
-    """`max_tiles` is for models whose pictures are cut into tiles, and not above the processor's own number.
+    """`max_tiles` is for models that cut pictures into tiles, and not above the image processor's own number.
 
-    The sizes of pictures decide how many tokens they have, so pictures that are cut must be opened.
+    The size of a picture that is cut decides how many tokens it has, so such pictures must be opened.
     """
     if not cuts_tiles(image_processor):
         if run_args.max_tiles is not None:

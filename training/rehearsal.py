@@ -15,7 +15,7 @@ from training.batches import Batches
 def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
     """A block for forward and backward passes that take as much memory as in training, and change no weight.
 
-    The block begins with the optimizer's states allocated. After the block, these states and all gradients are freed,
+    The optimizer's states are allocated before the block. After the block, these states and all gradients are freed,
     and the random state is restored.
 
     Raises:
@@ -24,14 +24,15 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
     has_states = bool(optimizer.state)  # as in a resumed run
     # bitsandbytes' paged states, which move between GPU and CPU, would not be freed after the block.
     is_paged = getattr(optimizer, "is_paged", False)
-    # Of these libraries' optimizers we know that a step with a learning rate of 0 keeps the weights.
+    # With the optimizers of these libraries, a step at a learning rate of 0 keeps the weights. The states of other
+    # optimizers are left out of the rehearsal.
     is_known = type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
-    must_allocate = is_known and not is_paged and not has_states
+    allocates = is_known and not is_paged and not has_states
 
     cuda_devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda_devices):
-            if must_allocate:
+            if allocates:
                 allocate_states(optimizer)
             yield
     except torch.OutOfMemoryError as error:
@@ -41,12 +42,12 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
         ) from error
 
     model.zero_grad()
-    if must_allocate:
+    if allocates:
         optimizer.state.clear()
 
 
 def allocate_states(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer allocate its states by a step that changes no weight: its rates and gradients are 0."""
+    """Let an optimizer allocate its states by a step that changes no weight: learning rates and gradients are 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

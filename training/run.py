@@ -26,7 +26,7 @@ COMPARED_ARGUMENTS = (
     "stage", "model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
     "attn_implementation", "torch_compile", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length", "max_length",
-    "num_train_epochs", "max_steps", "dataset_streaming", "seed", "data_seed", "bf16",
+    "max_tiles", "num_train_epochs", "max_steps", "dataset_streaming", "seed", "data_seed", "bf16",
     "fp16", "learning_rate", "vision_learning_rate", "projector_learning_rate", "norm_learning_rate",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay", "adam_beta1",
     "adam_beta2", "adam_epsilon", "max_grad_norm", "clip_by_module", "loss_type", "neftune_noise_alpha",
@@ -84,7 +84,7 @@ class Run:
     """The records of the sources of rows; empty for a stream."""
 
     def with_checkpointing(self, is_on: bool) -> "Run":
-        """The same record, with whether layers are checkpointed."""
+        """The same record, with the argument `gradient_checkpointing` set to `is_on`."""
         return replace(self, arguments={**self.arguments, "gradient_checkpointing": is_on})
 
     def write(self, folder: Path) -> None:
@@ -121,7 +121,7 @@ def describe_run(
     return Run(
         data=data,
         # JSON changes some values, such as tuples to lists. The round trip through JSON makes the same changes here,
-        # so that the arguments can be compared with those of a file.
+        # so that the arguments can be compared with those read from a file.
         arguments=json.loads(json.dumps(compared, default=str)),
         recipe=None if recipe is None else os.path.abspath(recipe),
         environment=environment,
@@ -133,7 +133,7 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
     """Check that a run is the same as the run that wrote a checkpoint.
 
     Raises:
-        UserError: if the records of the two differ. The message lists the differences.
+        UserError: if the records of the two runs differ. The message lists the differences.
     """
     fields_before = _compared_fields(Run.read(checkpoint))
     fields_now = _compared_fields(run)
@@ -183,7 +183,7 @@ def current_commit() -> str | None:
     # `ls-files --error-unmatch` fails for a file that the repository doesn't track.
     if _run_git("ls-files", "--error-unmatch", __file__) is None:
         return None
-    # `describe` would name the commit by a tag. Without tags it prints the commit's hash.
+    # By default `describe` names the commit by a tag. `--exclude=*` excludes all tags, so that it prints the hash.
     return _run_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 

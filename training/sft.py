@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(run_args, args)
     except KeyboardInterrupt:
         logger.info("\nStopped. %s", describe_resuming(output_dir))
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(128 + signal.SIGINT)  # the exit status that a shell gives to an interrupted command
 
 
 def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with arithmetic, attention and checkpointing from the resumed run's record, unless they are given.
+    """The fields, with arithmetic, attention and checkpointing of the resumed run, unless these fields are given.
 
     The defaults of these fields depend on the machine, and a run may be resumed on another machine.
     """
@@ -130,7 +130,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     collate = VisionLanguageCollator(tokenize, is_packed)
     sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_tile)
     stream = None
-    if sampler is None:
+    if sampler is None:  # the rows are a stream
         check = RowCheck(tokenize, run_args.open_pictures)
         stream = StreamBatches(rows, check, collate, run_args.bad_rows, args)
     eval_sampler = None
@@ -180,7 +180,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLlavaConfig) -> RowTokenizer:
-    """The tokenizer of the stage's rows: stage "align" uses LLaVA's "plain" format, the others the chat template."""
+    """The tokenizer of rows: in LLaVA's "plain" format for stage "align", by the chat template for other stages."""
     processor = load_processor(str(run_args.model_name_or_path), run_args.model_revision)
     check_tiles(run_args, processor.image_processor)
     template = processor.chat_template
@@ -217,7 +217,7 @@ def is_finished(
     resumes_newest = args.resume_from_checkpoint is True
     num_done = steps_done(output_dir) if resumes_newest else 0
 
-    # The folder with the record of the earlier run.
+    # The folder with the record of the earlier run; `None` if there is no earlier run.
     recorded_in = checkpoint
     if checkpoint is None and num_done > 0:
         recorded_in = output_dir
@@ -236,7 +236,7 @@ def is_finished(
 
 
 def prepare_resuming(checkpoint: Path, args: TrainingConfig, stream: StreamBatches | None) -> None:
-    """Set the stream to its place in the checkpoint, move later checkpoints away, and turn `eval_on_start` off."""
+    """Set the stream to the checkpoint's place, move later checkpoints away, and turn `eval_on_start` off."""
     args.eval_on_start = False  # the run's first start has evaluated the untrained model
     if stream is not None:
         stream.read_place(checkpoint)

@@ -55,8 +55,7 @@ class ModuleGroup:
 UNREAD_VISION = "vision_tower, not read"
 # The name of the group of modules that PEFT has copied. PEFT trains the copies, and keeps these originals untrained.
 PEFT_ORIGINALS = "originals, kept by PEFT"
-# The names of the groups of adapters in the language model. A parameter whose own name contains a key of this mapping
-# belongs to the group that the key's value names.
+# The names of the groups of adapters in the language model, by a part of each adapter parameter's name.
 ADAPTERS = {".lora_": "language_model.lora", ".key_adapter.": "language_model.key_adapter"}
 
 
@@ -89,7 +88,7 @@ def prepare_stage(
         group = groups[module_of(name, unread)]
         group.parameters[name] = parameter
         if not parameter.is_floating_point():
-            continue  # 4-bit weights are packed into bytes, which are never trained
+            continue  # packed 4-bit weights, which are never trained
 
         is_trained = group.learning_rate is not None
         # Trained weights are float32, in which small steps are not lost in rounding. The unread layers of a trained
@@ -120,7 +119,7 @@ def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
         PEFT_ORIGINALS,
         "lm_head",
     )
-    learning_rates: dict[str, float | None] = dict.fromkeys(module_names)  # `None` for each: all are frozen
+    learning_rates: dict[str, float | None] = dict.fromkeys(module_names)  # at first `None` for each: all are frozen
 
     learning_rates["multi_modal_projector"] = rates.common if rates.projector is None else rates.projector
     learning_rates["multi_modal_projector.norm"] = rates.norm
@@ -156,13 +155,13 @@ def module_of(parameter_name: str, unread: set[str]) -> str:
 
 
 def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
-    """Names of the vision encoder's parameters that the model's features don't depend on.
+    """Names of the vision encoder's parameters that the image features don't depend on.
 
     They belong to the layers after the layer that is read, to the last norm, and to a pooling head. They must not be
     trained, since DDP fails on a trained parameter without a gradient.
 
     Encoders name and order their layers differently. Therefore a copy of the encoder on the meta device, without data,
-    computes features and their gradients. The parameters without a gradient are those that we look for.
+    computes features and their gradients. The unread parameters get no gradient.
     """
     config = model.config.vision_config
     with torch.device("meta"):
@@ -170,15 +169,16 @@ def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
         pixel_values = torch.zeros(1, config.num_channels, config.image_size, config.image_size)
     hidden_states = encoder(pixel_values, output_hidden_states=True).hidden_states
 
-    layers = model.config.vision_feature_layer
-    if isinstance(layers, int):
-        layers = [layers]
-    features = torch.stack([hidden_states[layer] for layer in layers])
+    read_layers = model.config.vision_feature_layer
+    if isinstance(read_layers, int):
+        read_layers = [read_layers]
+    features = torch.stack([hidden_states[layer] for layer in read_layers])
 
     # With `allow_unused`, the gradient of a parameter on which the features don't depend is `None`.
     parameters = dict(encoder.named_parameters(prefix="model.vision_tower"))
     gradients = torch.autograd.grad(features.sum(), list(parameters.values()), allow_unused=True)
-    return {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None}
+    gradient_by_name = dict(zip(parameters, gradients, strict=True))
+    return {name for name, gradient in gradient_by_name.items() if gradient is None}
 
 
 def describe_stage(stage: Stage, groups: Iterable[ModuleGroup]) -> str:

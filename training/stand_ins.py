@@ -1,4 +1,7 @@
-"""Stands in for bitsandbytes in a plan: the same memory, on tensors without data, for which it has no kernels."""
+"""Stand-ins for bitsandbytes' linear layer and optimizer in a plan.
+
+They take the same memory, and run on tensors without data, for which bitsandbytes has no kernels.
+"""
 
 import math
 from collections.abc import Iterable
@@ -9,11 +12,11 @@ from torch import nn
 from typing_extensions import override
 
 
-# bitsandbytes' blocks: numbers that share a scale, 4-bit weights and 8-bit states apart.
+# How many quantized numbers share a scale in bitsandbytes: 4-bit weights, their scales, and 8-bit states.
 WEIGHTS_PER_SCALE = 64
 SCALES_PER_SCALE = 256
 STATES_PER_SCALE = 256
-# bitsandbytes keeps the states of smaller tensors in float32.
+# bitsandbytes keeps the states of parameters with fewer weights in float32.
 SMALLEST_8BIT_SIZE = 4096
 
 
@@ -21,7 +24,7 @@ class FourBitLinear(nn.Linear):
     """A frozen linear layer whose weights are packed into bytes, with room for their scales.
 
     Args:
-        layer: The layer that it replaces.
+        layer: The layer to replace.
         double_quant: Whether the scales are quantized too.
     """
 
@@ -34,10 +37,14 @@ class FourBitLinear(nn.Linear):
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with the unpacked weights, which exist only for this moment, and again in the backward pass."""
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        """The product with the unpacked weights, which exist only for this product, and again in the backward pass."""
+        dtype = input.dtype
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
         product = FourBitProduct.apply(input.to(dtype), self.out_features)
-        return product if self.bias is None else product + self.bias.to(dtype)
+        if self.bias is None:
+            return product
+        return product + self.bias.to(dtype)
 
 
 class FourBitProduct(torch.autograd.Function):
@@ -46,9 +53,9 @@ class FourBitProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, out_features: int) -> torch.Tensor:
         """The product, `(..., out_features)`."""
-        ctx.out_features = out_features
-        unpacked = input.new_empty(out_features, input.shape[-1])
         ctx.in_features = input.shape[-1]
+        ctx.out_features = out_features
+        unpacked = input.new_empty(ctx.out_features, ctx.in_features)
         return nn.functional.linear(input, unpacked)
 
     @staticmethod
@@ -60,13 +67,14 @@ class FourBitProduct(torch.autograd.Function):
 
 def bits_of_a_weight(double_quant: bool) -> float:
     """The bits that a 4-bit weight takes with its part of the scales: 4.13, or 4.5 without double quantization."""
+    bits_of_a_scale = 32.0
     if double_quant:
-        return 4 + 8 / WEIGHTS_PER_SCALE + 32 / (WEIGHTS_PER_SCALE * SCALES_PER_SCALE)
-    return 4 + 32 / WEIGHTS_PER_SCALE
+        bits_of_a_scale = 8 + 32 / SCALES_PER_SCALE  # an 8-bit scale shares a 32-bit scale with others
+    return 4 + bits_of_a_scale / WEIGHTS_PER_SCALE
 
 
 def pack_layers(layers: nn.Module, double_quant: bool) -> None:
-    """Replace all linear layers in `layers` by packed ones."""
+    """Replace each linear layer in `layers` by a `FourBitLinear`."""
     for module in list(layers.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):

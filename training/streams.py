@@ -64,7 +64,7 @@ class StreamBatches(IterableDataset):
     next_reader: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        num_readers = max(self.args.dataloader_num_workers, 1)  # without workers, the process itself reads
+        num_readers = max(self.args.dataloader_num_workers, 1)  # without workers, the process itself is the reader
         self.places = [None] * num_readers
 
     def loader(self) -> DataLoader:
@@ -86,7 +86,7 @@ class StreamBatches(IterableDataset):
         for row in self.good_rows(share):
             batch.append(row)
             if len(batch) == self.args.per_device_train_batch_size:
-                # `record_trained` gets this when the batch has been trained on.
+                # `record_trained` gets this place when the batch has been trained on.
                 place = {"reader": reader, "rows": share.state_dict()}
                 yield {**self.collate(batch), PLACE: place}
                 batch = []
@@ -120,11 +120,11 @@ class StreamBatches(IterableDataset):
         """The good rows of a share, with their tokens. Bad rows that are left out are listed in `BAD_ROWS_FILE`.
 
         Raises:
-            BadRowError: at a bad row if `bad_rows` is `"error"`, or after `MAX_CONSECUTIVE_BAD_ROWS` of them.
+            BadRowError: at a bad row if `bad_rows` is `"error"`, otherwise after `MAX_CONSECUTIVE_BAD_ROWS` bad rows
+                without a good row between them.
         """
         num_consecutive_bad = 0
-        # The rows are read in batches of one row, because `iter(share)` would split the share among the workers once
-        # more.
+        # The rows are read in batches of one row, because `iter(share)` would split the share among the workers again.
         for batch_of_one in share.iter(batch_size=1):
             row = {name: column[0] for name, column in batch_of_one.items()}
             try:
@@ -144,7 +144,7 @@ class StreamBatches(IterableDataset):
             file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
 
     def record_trained(self, place: dict[str, Any]) -> None:
-        """Record that the run has trained on a batch, by what the batch has under the key `place`."""
+        """Record that the run has trained on the batch with this place."""
         reader = place["reader"]
         self.places[reader] = place["rows"]
         self.next_reader = (reader + 1) % len(self.places)
@@ -157,7 +157,7 @@ class StreamBatches(IterableDataset):
             write_whole(folder / STREAM_FILE, json.dumps(states) + "\n")
 
     def read_place(self, checkpoint: Path) -> None:
-        """Restore the places that [`write_place`] wrote into a checkpoint, so that the next batch follows them.
+        """Restore the places that [`write_place`] wrote into a checkpoint.
 
         Raises:
             UserError: if the places are from another version of this code, or from a run with another number of

@@ -272,7 +272,16 @@ class BareLoop(TrainerCallback):
         self.clock_readings: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read all batches of the trainer, and load the loop's model."""
+        """Read all batches of the trainer, and load the loop's model.
+
+        Raises:
+            ValueError: if the trainer's steps have several batches, since the loop's steps have one.
+        """
+        if not self.alone and args.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"The rows of a step fill {args.gradient_accumulation_steps} batches, and the loop beside the trainer "
+                "takes one. Lower --batch_size, or give --alone."
+            )
         loader = kwargs["train_dataloader"]
         # accelerate's loader would put all batches on the GPU. The `base_dataloader` inside leaves them on the CPU.
         self.batches = list(getattr(loader, "base_dataloader", loader))

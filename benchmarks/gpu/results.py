@@ -1,6 +1,7 @@
 """Writes and reads the file of results: a line of JSON for each arm, written as soon as the arm is done."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,21 +42,27 @@ class Line:
 
 
 def append_line(path: Path, line: Line) -> None:
-    """Write a line at the end of the file."""
+    """Write a line at the end of the file. If the last line was cut off, the new line doesn't continue it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(line)) + "\n")
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(asdict(line)).encode() + b"\n")
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines of the file; no lines if there is no file yet. A last line that was cut off is left out."""
+    """All lines of the file; no lines if there is no file yet. Lines that were cut off are left out."""
     if not path.exists():
         return []
 
     lines = []
-    for text in path.read_text(encoding="utf-8").split("\n"):
-        # A whole line is a JSON object. The text after the last line break is empty, or a line that was cut off.
-        is_whole = text.endswith("}")
-        if is_whole:
-            lines.append(Line(**json.loads(text)))
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError:  # cut off, so that its arm is measured once more
+            continue
+        lines.append(Line(**fields))
     return lines

@@ -210,13 +210,17 @@ def test_the_command_measures_only_arms_without_a_line(tmp_path: Path) -> None:
         assert line.figures["best_tflops"] > 0
 
 
-def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut_off", ['{"part": "ceilings"', '{"part": "ceilings", "settings": {}'])
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path, cut_off: str) -> None:
     results = tmp_path / "results.jsonl"
     whole_line = make_line("ceilings", "copy", figures={"median_tb_per_second": 1.5})
     append_line(results, whole_line)
     with results.open("a") as file:
-        file.write('{"part": "ceilings"')
+        file.write(cut_off)
     assert read_lines(results) == [whole_line]
+
+    append_line(results, whole_line)
+    assert read_lines(results) == [whole_line, whole_line]
 
 
 def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,14 @@ def test_both_stages_train(folder: Path, data: Path, tmp_path: Path, packing: di
     assert model.generate(**inputs, max_new_tokens=2).shape[1] > inputs["input_ids"].shape[1]
 
 
+def test_a_run_does_not_go_on_with_other_tiles(folder: Path, data: Path, tmp_path: Path) -> None:
+    fields = {**INSTRUCT, "dataset_name": str(data), "model_name_or_path": str(folder)}
+    fields |= {"output_dir": str(tmp_path / "out"), "save_steps": 1}
+    run(tmp_path, **fields, max_tiles=1, max_steps=1)
+    with pytest.raises(UserError, match="max_tiles: 1 before, 2 now"):
+        run(tmp_path, **fields, max_tiles=2, max_steps=1, resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
+
+
 def test_a_projector_is_aligned_on_whole_pictures(backbones: Callable[[str], Path], data: Path) -> None:
     model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")), max_tiles=4)
     rows = load_rows(str(data)).select(range(3))  # aligning takes one picture a row

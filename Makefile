@@ -12,13 +12,19 @@ export OMP_WAIT_POLICY ?= passive
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(VENV)/installed ## the tested versions, into .venv
+install: $(VENV)/installed ## the tested versions of all packages, into .venv
 
-# torch on its own first: where a local build is at hand, the pin finds it before anything else asks for torch.
-$(VENV)/installed: pyproject.toml constraints.txt
+# What the quickstart and the README's commands need. torch on its own first: where a local build is at hand, the pin
+# finds it before anything else asks for torch.
+PIP_INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
+$(VENV)/installed-to-use: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --editable ".[release]"
+	touch $@
+
+$(VENV)/installed: $(VENV)/installed-to-use
+	$(PIP_INSTALL) --editable ".[dev]"
 	touch $@
 
 # For `python -m evaluation`. lmms-eval asks for torchvision and does without it too; PyPI's is built for CUDA, and
@@ -41,7 +47,7 @@ $(VLLM_VENV)/installed: tests/hub_cards/vllm_requirements.txt
 	sed -i '/^    _meta_registrations,$$/d' $(VLLM_VENV)/lib/python3.11/site-packages/torchvision/__init__.py
 	touch $@
 
-quickstart: install ## a small model from nothing, and its report: 4 to 5 minutes
+quickstart: $(VENV)/installed-to-use ## a small model from nothing, and its report: 4 to 5 minutes after the install
 	$(BIN)/python -m examples.digits.quickstart
 
 # A real model from pretrained parts; stop it and go on as you like.

@@ -34,6 +34,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+from common.console import command, parse
+
+
+# isort: split
+
 import torch
 import transformers.trainer
 from torch.nn import functional as F
@@ -44,7 +50,6 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu.bare_loop import to_device
 from benchmarks.trl_rows import trl_dataset
-from common.console import command, parse
 from common.errors import UserError
 from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaForConditionalGeneration

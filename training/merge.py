@@ -11,11 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+from common.console import command, new_folder, parse
+
+
+# isort: split
+
 import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
-from common.console import command, new_folder, parse
 from common.errors import UserError, errors_named_after
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.checkpoints import check_weights, copy_record

@@ -14,6 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+from common.console import command
+
+
+# isort: split
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +29,6 @@ from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
-from common.console import command
 from common.errors import UserError
 from diagnostics.parts import find_decoder
 from modeling_normllava import NormLlavaConfig

@@ -16,6 +16,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+from common.console import command, parse
+
+
+# isort: split
+
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -64,10 +70,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Train both backbones, and print how well they do."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args = build_parser().parse_args(argv)
+    args = parse(build_parser(), argv)
     rows = json.loads((args.data_dir / "text.json").read_text(encoding="utf-8"))
 
     # The models train at the same time, each in a process with one thread. With two threads they wouldn't be faster.

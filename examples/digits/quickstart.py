@@ -21,6 +21,8 @@ from examples.steps import ROOT, Step, run_steps
 logger = logging.getLogger(__name__)
 
 RUN = Path("runs/digits")  # relative to the repository's root
+# The command that the quickstart ends by naming.
+SWEEP = f"python -m diagnostics --model {RUN}/stage2 --data {RUN}/data/probe.json --sweep --output_dir {RUN}/sweep"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parse(build_parser(), argv)
     run_steps(plan_steps())
     logger.info("figures: %s, %s; model: %s", RUN / "norms.png", RUN / "answers.png", RUN / "stage2")
+    logger.info("next, after `source .venv/bin/activate`: would another norm answer better?\n  %s", SWEEP)
 
 
 def plan_steps() -> list[Step]:

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,3 +90,28 @@ def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch:
     for name in (in_an_existing_folder, too_long_for_a_hub_id, both, no_name_on_the_hub):
         with pytest.raises(UserError, match=f"{name}: there is no such folder"):
             folder_or_id(name)
+
+
+# Imports a module, and prints whether warnings of bitsandbytes are silenced when bitsandbytes is imported.
+IMPORTING_PROGRAM = """
+import importlib
+import sys
+
+class Watcher:
+    def find_spec(self, name, path=None, target=None):
+        if name == "bitsandbytes":
+            print("silenced" if "common.console" in sys.modules else "not silenced")
+
+sys.meta_path.insert(0, Watcher())
+importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module", ["training.sft", "training.merge", "training.plan", "examples.digits.pretrain", "benchmarks.real"]
+)
+def test_commands_silence_bitsandbytes_before_they_import_it(module: str) -> None:
+    program = [sys.executable, "-c", IMPORTING_PROGRAM, module]
+    completed = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert completed.stdout == "silenced\n"

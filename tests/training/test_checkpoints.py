@@ -49,36 +49,36 @@ def test_a_run_without_a_checkpoint_begins_and_says_so(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
-    FAULTS[fault](copied / "checkpoint-6")
-    assert find_checkpoint(copied, resume=True) == copied / "checkpoint-3"
+def test_a_broken_checkpoint_is_passed_over(killed_dir: Path, fault: str) -> None:
+    FAULTS[fault](killed_dir / "checkpoint-6")
+    assert find_checkpoint(killed_dir, resume=True) == killed_dir / "checkpoint-3"
     with pytest.raises(ValueError, match="checkpoint-6 can't be resumed from"):
-        find_checkpoint(copied, str(copied / "checkpoint-6"))
+        find_checkpoint(killed_dir, str(killed_dir / "checkpoint-6"))
 
     # When checkpoint 3 is broken, too, no checkpoint is left.
-    tear_file(copied / "checkpoint-3" / "run.json")
+    tear_file(killed_dir / "checkpoint-3" / "run.json")
     with pytest.raises(ValueError, match="no complete checkpoint to resume from"):
-        find_checkpoint(copied, resume=True)
+        find_checkpoint(killed_dir, resume=True)
 
 
-def test_others_may_read_what_a_run_writes(finished: dict[str, Any]) -> None:
+def test_others_may_read_what_a_run_writes(finished_fields: dict[str, Any]) -> None:
     """safetensors itself writes files that only their owner can read, whatever the user's umask allows."""
-    out = Path(finished["output_dir"])
+    out = Path(finished_fields["output_dir"])
     expected_mode = (out / ".lock").stat().st_mode  # Python made this file, with the permissions that umask leaves
     for path in (out / "model.safetensors", out / "checkpoint-6" / "model.safetensors"):
         assert path.stat().st_mode == expected_mode
 
 
-def test_weights_that_do_not_fit_are_an_error(finished: dict[str, Any], copied: Path) -> None:
-    path = copied / "checkpoint-6" / "model.safetensors"
+def test_weights_that_do_not_fit_are_an_error(finished_fields: dict[str, Any], killed_dir: Path) -> None:
+    path = killed_dir / "checkpoint-6" / "model.safetensors"
     tensors = load_file(path)
     tensors["renamed"] = tensors.pop("lm_head.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"Missing: \['lm_head.weight'\]; unexpected: \['renamed'\]"):
-        run(copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
+        run(killed_dir, **{**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True})
 
 
-def test_two_runs_do_not_share_a_folder(finished: dict[str, Any], tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_folder(finished_fields: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     fork = multiprocessing.get_context("fork")
     locked = fork.Event()
@@ -91,7 +91,7 @@ def test_two_runs_do_not_share_a_folder(finished: dict[str, Any], tmp_path: Path
     other_process = fork.Process(target=hold_lock)
     other_process.start()
     assert locked.wait(timeout=60)
-    fields = {**finished, "output_dir": str(out), "max_steps": 1}
+    fields = {**finished_fields, "output_dir": str(out), "max_steps": 1}
     with pytest.raises(ValueError, match="out is in use"):
         run(tmp_path, **fields)
     assert [path.name for path in out.iterdir()] == [".lock"]
@@ -102,8 +102,8 @@ def test_two_runs_do_not_share_a_folder(finished: dict[str, Any], tmp_path: Path
     run(tmp_path, **fields)
 
 
-def test_a_refused_run_leaves_no_folder_behind(finished: dict[str, Any], tmp_path: Path) -> None:
-    fields = {**finished, "dataset_name": "none.json", "output_dir": str(tmp_path / "new")}
+def test_a_refused_run_leaves_no_folder_behind(finished_fields: dict[str, Any], tmp_path: Path) -> None:
+    fields = {**finished_fields, "dataset_name": "none.json", "output_dir": str(tmp_path / "new")}
     with pytest.raises(ValueError, match=r"none\.json: there is no such file"):
         run(tmp_path, **fields)
     assert not (tmp_path / "new").exists()
@@ -123,7 +123,7 @@ def test_a_disk_without_locks_is_used_with_a_warning(
     [("publish_checkpoint", "checkpoint-3"), ("publish_result", "checkpoint-8")],
 )
 def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
-    finished: dict[str, Any],
+    finished_fields: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     function_name: str,
@@ -131,7 +131,7 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
 ) -> None:
     """The disk fills up while checkpoint 6 is written, or while the result is written into the output folder."""
     out = tmp_path / "out"
-    fields = {**finished, "output_dir": str(out)}
+    fields = {**finished_fields, "output_dir": str(out)}
     publish = getattr(checkpoints, function_name)
 
     def publish_on_a_disk_that_fills_up(folder: Path, destination: Path) -> None:
@@ -148,16 +148,16 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
     assert not (out / "config.json").exists()  # with this file the folder would look like a model
 
     run(tmp_path, **fields, resume_from_checkpoint=True)
-    assert changed_weights(Path(finished["output_dir"]), out) == set()
+    assert changed_weights(Path(finished_fields["output_dir"]), out) == set()
     assert steps_done(out) == 8
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
-    finished: dict[str, Any], tmp_path: Path
+    finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     # With this learning rate the weights explode in the first steps. The first is logged and saved, but not the next.
-    fields = {**finished, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
+    fields = {**finished_fields, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
     with pytest.raises(UserError, match="was not finite in step 2;"):
         run(tmp_path, **{**fields, "output_dir": str(out)})
     assert find_checkpoint(out, resume=True) == out / "checkpoint-1"
@@ -175,7 +175,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
     ids=["logging", "saving", "evaluating", "ending"],
 )
 def test_a_loss_that_is_not_finite_is_found_before_anything_is_written(
-    finished: dict[str, Any],
+    finished_fields: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -189,9 +189,9 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_written(
         return loss * torch.nan if is_second_step else loss
 
     monkeypatch.setattr(SFTTrainer, "training_step", step_with_one_nan)
-    fields = {**finished, "save_steps": 100, "output_dir": str(tmp_path / "out"), **settings}
+    fields = {**finished_fields, "save_steps": 100, "output_dir": str(tmp_path / "out"), **settings}
     if "eval_strategy" in settings:
-        fields["eval_dataset_name"] = finished["dataset_name"]
+        fields["eval_dataset_name"] = finished_fields["dataset_name"]
     with pytest.raises(UserError, match=f"was not finite in {steps};"):
         run(tmp_path, **fields)
     assert find_checkpoint(tmp_path / "out", resume=True) is None
@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_written(
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training_step = SFTTrainer.training_step
 
@@ -210,13 +210,19 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
 
     monkeypatch.setattr(SFTTrainer, "training_step", step_with_infinite_gradient)
     with pytest.raises(UserError, match="The loss or the gradient's norm was not finite in one of the steps 1 to 2;"):
-        run(tmp_path, **{**finished, "output_dir": str(tmp_path / "out")})
+        run(tmp_path, **{**finished_fields, "output_dir": str(tmp_path / "out")})
 
 
 def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_biases(
-    finished: dict[str, Any], tmp_path: Path
+    finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    fields = {**finished, "weight_decay": 0.1, "max_steps": 1, "save_steps": 1, "output_dir": str(tmp_path / "out")}
+    fields = {
+        **finished_fields,
+        "weight_decay": 0.1,
+        "max_steps": 1,
+        "save_steps": 1,
+        "output_dir": str(tmp_path / "out"),
+    }
     run(tmp_path, **fields)
     optimizer_state = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)
 
@@ -244,7 +250,11 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
     ids=["one pass a step", "two passes a step"],
 )
 def test_the_rehearsal_leaves_no_trace(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, accumulation_steps: int
+    finished_fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    optim: str,
+    accumulation_steps: int,
 ) -> None:
     """A run begins with a rehearsal, which tries whether the largest batches fit into memory.
 
@@ -259,7 +269,7 @@ def test_the_rehearsal_leaves_no_trace(
         has_gradients.append(any(parameter.grad is not None for parameter in model.parameters()))
         return compute_loss(trainer, model, *args, **kwargs)
 
-    fields = {**finished, "optim": optim, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "constant"}
+    fields = {**finished_fields, "optim": optim, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "constant"}
     fields |= {"vision_learning_rate": 1e-3, "dataloader_num_workers": 1, "logging_steps": 1}
     fields |= {"per_device_train_batch_size": 2, "global_batch_size": 2 * accumulation_steps}
     with_rehearsal = tmp_path / "with rehearsal"
@@ -289,10 +299,14 @@ def test_the_rehearsal_leaves_no_trace(
     ],
 )
 def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, input_name: str, max_elements: int
+    finished_fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    input_name: str,
+    max_elements: int,
 ) -> None:
     """In this run, a pass over an input of `max_elements` or more runs out of memory."""
-    data = Path(finished["dataset_name"])
+    data = Path(finished_fields["dataset_name"])
     compute_loss = NormLlavaTrainer.compute_loss
 
     # One row is long and has no picture, so that the batch with most tokens is not the one with most pictures.
@@ -306,6 +320,6 @@ def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
         return compute_loss(trainer, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(NormLlavaTrainer, "compute_loss", compute_loss_in_little_memory)
-    fields = {**finished, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}
+    fields = {**finished_fields, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}
     with pytest.raises(UserError, match="largest batch does not fit into memory: lower packed_length or per_device"):
         run(tmp_path, **{**fields, "output_dir": str(tmp_path / "out")})

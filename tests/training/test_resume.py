@@ -1,6 +1,6 @@
 """Resumed runs: they end with the weights of an unbroken run, or are refused with a reason.
 
-A broken run is made from an unbroken one: a checkpoint is copied, and what the unbroken run wrote later is not. So the
+A broken run is made from an unbroken one: a checkpoint is killed_dir, and what the unbroken run wrote later is not. So the
 folder is as if the run had been killed.
 """
 
@@ -113,12 +113,18 @@ def list_superseded(out: Path) -> set[str]:
 
 
 def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away(
-    finished: dict[str, Any], tmp_path: Path
+    finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
     # The finished run has checkpoints 3, 6 and 8. Resume it from checkpoint 3, to step 5.
     out = tmp_path / "out"
-    shutil.copytree(finished["output_dir"], out)
-    fields = {**finished, "output_dir": str(out), "learning_rate": 2e-3, "resume_changed": True, "save_steps": 100}
+    shutil.copytree(finished_fields["output_dir"], out)
+    fields = {
+        **finished_fields,
+        "output_dir": str(out),
+        "learning_rate": 2e-3,
+        "resume_changed": True,
+        "save_steps": 100,
+    }
     fields["resume_from_checkpoint"] = str(out / "checkpoint-3")
     run(tmp_path, **fields, max_steps=5)
     first_moved = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
@@ -136,11 +142,11 @@ def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away
 
 
 def test_a_run_in_a_folder_with_another_run_does_not_start_from_a_checkpoint_elsewhere(
-    finished: dict[str, Any], copied: Path
+    finished_fields: dict[str, Any], killed_dir: Path
 ) -> None:
-    checkpoint_elsewhere = Path(finished["output_dir"]) / "checkpoint-3"
+    checkpoint_elsewhere = Path(finished_fields["output_dir"]) / "checkpoint-3"
     with pytest.raises(ValueError, match="already holds a run"):
-        find_checkpoint(copied, str(checkpoint_elsewhere))
+        find_checkpoint(killed_dir, str(checkpoint_elsewhere))
 
 
 # Arguments on which the weights depend, with other values than in the finished run.
@@ -151,10 +157,12 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_run_with_other_arguments_is_refused_with_the_differences(finished: dict[str, Any], copied: Path) -> None:
-    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, **CHANGED}
+def test_a_run_with_other_arguments_is_refused_with_the_differences(
+    finished_fields: dict[str, Any], killed_dir: Path
+) -> None:
+    fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True, **CHANGED}
     with pytest.raises(ValueError, match="belongs to a different run") as error:
-        run(copied, **fields)
+        run(killed_dir, **fields)
     assert "  learning_rate: 0.001 before, 0.002 now" in str(error.value)
     # Each difference has a line like the one above, and no other line of the message is indented.
     differences = [line for line in str(error.value).splitlines() if line.startswith("  ")]
@@ -163,37 +171,37 @@ def test_a_run_with_other_arguments_is_refused_with_the_differences(finished: di
 
 
 def test_a_run_resumes_after_changes_that_leave_its_weights_alone(
-    finished: dict[str, Any], copied: Path, data: Path
+    finished_fields: dict[str, Any], killed_dir: Path, data: Path
 ) -> None:
     """The checkpoint is of an older version of this code, the data has moved, and some fields have changed.
 
     The fields concern saving, workers and the progress bar.
     """
-    record_file = copied / "checkpoint-6" / "run.json"
+    record_file = killed_dir / "checkpoint-6" / "run.json"
     record = json.loads(record_file.read_text())
     del record["arguments"]["neftune_noise_alpha"]  # as if the older version didn't have this field
     record["arguments"]["a_field_of_an_older_version"] = 1
     record_file.write_text(json.dumps(record))
 
-    shutil.copytree(data.parent, copied.parent / "data")
-    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True}
-    fields["dataset_name"] = str(copied.parent / "data" / data.name)
-    run(copied, **fields, save_total_limit=5, dataloader_num_workers=1, disable_tqdm=True)
-    assert changed_weights(Path(finished["output_dir"]), copied) == set()
+    shutil.copytree(data.parent, killed_dir.parent / "data")
+    fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True}
+    fields["dataset_name"] = str(killed_dir.parent / "data" / data.name)
+    run(killed_dir, **fields, save_total_limit=5, dataloader_num_workers=1, disable_tqdm=True)
+    assert changed_weights(Path(finished_fields["output_dir"]), killed_dir) == set()
 
 
 def test_a_run_whose_data_has_changed_is_refused(
-    finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path
+    finished_fields: dict[str, Any], killed_dir: Path, data: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(data.parent, tmp_path / "data")
     changed_data = tmp_path / "data" / data.name
     rows = json.loads(changed_data.read_text())
     rows[6]["image"] = rows[7]["image"]
     changed_data.write_text(json.dumps(rows))
-    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True}
+    fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True}
     fields["dataset_name"] = str(changed_data)
     with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: [^\n]*\nRestore these"):
-        run(copied, **fields)
+        run(killed_dir, **fields)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +212,12 @@ def test_a_run_whose_data_has_changed_is_refused(
     ],
 )
 def test_a_run_killed_before_its_result_is_published_and_not_trained_on(
-    finished: dict[str, Any], tmp_path: Path, duration: dict[str, Any], num_steps: int
+    finished_fields: dict[str, Any], tmp_path: Path, duration: dict[str, Any], num_steps: int
 ) -> None:
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
     # With a constant learning rate, a further step would change the weights. The default rate is 0 by then.
-    fields = {**finished, **duration, "lr_scheduler_type": "constant"}
+    fields = {**finished_fields, **duration, "lr_scheduler_type": "constant"}
     run(tmp_path, **{**fields, "output_dir": str(unbroken)})
 
     # The broken run has all checkpoints, but no result.
@@ -226,8 +234,10 @@ def test_a_run_killed_before_its_result_is_published_and_not_trained_on(
     assert Run.read(broken).arguments == Run.read(unbroken).arguments
 
 
-def test_a_finished_run_without_checkpoints_is_not_started_again(finished: dict[str, Any], tmp_path: Path) -> None:
-    fields = {**finished, "save_strategy": "no", "output_dir": str(tmp_path / "out")}
+def test_a_finished_run_without_checkpoints_is_not_started_again(
+    finished_fields: dict[str, Any], tmp_path: Path
+) -> None:
+    fields = {**finished_fields, "save_strategy": "no", "output_dir": str(tmp_path / "out")}
     run(tmp_path, **fields)
     metrics_file = tmp_path / "out" / "metrics.jsonl"
     metrics_before = metrics_file.read_text()

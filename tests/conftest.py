@@ -169,7 +169,7 @@ def vision_model(family_name: str) -> tuple[PreTrainedModel, object]:
         return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
 
     if family_name == "dinov2":
-        # As on the Hub, DINOv2's processor crops pictures to fewer pixels than the model's `image_size`: to 14, not 28.
+        # As on the Hub, DINOv2's processor crops pictures to fewer pixels than the model's `image_size`: 14, not 28.
         processor = BitImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 14, "width": 14})
         return Dinov2Model(Dinov2Config(**VISION_SIZES)), processor
 
@@ -295,8 +295,8 @@ def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTraine
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
 
-    # Dimension 0 is 1 for all tokens, and raises the letter's logit. Dimension 1 is 10 for the letter and the comma, and
-    # raises the logit of the token that follows both.
+    # Dimension 0 is 1 for all tokens, and raises the letter's logit. Dimension 1 is 10 for the letter and the comma,
+    # and raises the logit of the token that follows both.
     embeddings = model.get_input_embeddings().weight
     embeddings.zero_()
     embeddings[:, 0] = 1.0
@@ -310,7 +310,7 @@ def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTraine
 
 @pytest.fixture(scope="session")
 def harness_python() -> Path:
-    """The Python interpreter of `.venv-evaluation`, which has the evaluation harnesses. It is made if it is missing."""
+    """The Python of `.venv-evaluation`, the environment with the evaluation harnesses, made if it is missing."""
     root = Path(__file__).parents[1]
     command = ["make", ".venv-evaluation/installed", f"PYTHON={sys.executable}"]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True)

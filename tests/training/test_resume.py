@@ -1,7 +1,6 @@
 """Resumed runs: they end with the weights of an unbroken run, or are refused with a reason.
 
-A broken run is made from an unbroken one: a checkpoint is killed_dir, and what the unbroken run wrote later is not. So the
-folder is as if the run had been killed.
+A broken run is a copy of an unbroken run's checkpoint, without what was written later, as if the run had been killed.
 """
 
 import json
@@ -18,7 +17,7 @@ from training.checkpoints import find_checkpoint, steps_done
 from training.run import Run
 
 
-# Recipe fields of runs, beside those of INSTRUCT. `None` takes a field of INSTRUCT out of the recipe.
+# The recipe fields of each kind of run, besides `INSTRUCT`. `None` takes a field of `INSTRUCT` out of the recipe.
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed, second epoch": {**PACKED, "num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6},
@@ -30,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "weights that the Hub names otherwise": {},
     "stream": {"dataset_streaming": True, "max_steps": 6},
 }
-# Arguments of the fixture `composed`, for runs that start from another model than the usual one.
+# Arguments of the fixture `composed`, for kinds of run that start from another model than the usual one.
 MODELS = {"tied embeddings": {"text": "gemma3"}, "weights that the Hub names otherwise": {"vision": "dinov2"}}
 
 
@@ -44,8 +43,8 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     broken = tmp_path / "broken"
     run(tmp_path, **fields, output_dir=str(unbroken))
 
-    # The broken run has its first checkpoint, and a newer checkpoint 99, which can't be used, since its state is of
-    # another step. It also has a line of metrics that was cut off when the run was killed.
+    # The broken run has its first checkpoint, a newer checkpoint 99, which can't be used because its state is of another
+    # step, and a line of metrics that was cut off when the run was killed.
     first_checkpoint = f"checkpoint-{fields['save_steps']}"
     shutil.copytree(unbroken / first_checkpoint, broken / first_checkpoint)
     shutil.copytree(unbroken / first_checkpoint, broken / "checkpoint-99")
@@ -60,8 +59,7 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     assert not Run.read(unbroken).environment.resumed
     assert Run.read(broken).environment.resumed
 
-    # The loss is not compared: a logged loss is the mean over the steps since the last log, and after a restart only
-    # over those since the restart.
+    # A logged loss is the mean over the steps since the last log or restart, so losses are not compared.
     for step, expected in zip(read_steps(broken), read_steps(unbroken), strict=True):
         for name in ("step", "norm/visual", "num_tokens"):
             assert step.get(name) == expected.get(name), name
@@ -79,7 +77,7 @@ def test_a_run_packed_with_sdpa_goes_on_with_sdpa(composed: Callable[..., Path],
     assert changed_weights(unbroken, broken) == set()
     assert Run.read(broken).arguments["attn_implementation"] == "sdpa"
 
-    # The run has finished. Resuming it once more is not refused as a different run.
+    # Resuming the finished run with the default attention is not refused either.
     run(tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
 
     # A new run uses varlen, whose results differ in the last digits.
@@ -93,7 +91,7 @@ def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
 ) -> None:
     """The run begins on a CPU that is fast at bfloat16, and is resumed on one that isn't."""
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
-    fields["bf16"] = None  # takes the field out of the recipe, so that the machine's CPU decides
+    fields["bf16"] = None  # the recipe doesn't say, so the CPU decides
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
@@ -115,33 +113,26 @@ def list_superseded(out: Path) -> set[str]:
 def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away(
     finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    # The finished run has checkpoints 3, 6 and 8. Resume it from checkpoint 3, to step 5.
+    # The finished run has checkpoints 3, 6 and 8. Resume it from checkpoint 3, to step 5, and save only at the end.
     out = tmp_path / "out"
     shutil.copytree(finished_fields["output_dir"], out)
-    fields = {
-        **finished_fields,
-        "output_dir": str(out),
-        "learning_rate": 2e-3,
-        "resume_changed": True,
-        "save_steps": 100,
-    }
-    fields["resume_from_checkpoint"] = str(out / "checkpoint-3")
+    fields = {**finished_fields, "output_dir": str(out), "resume_from_checkpoint": str(out / "checkpoint-3")}
+    fields |= {"learning_rate": 2e-3, "resume_changed": True, "save_steps": 100}
     run(tmp_path, **fields, max_steps=5)
-    first_moved = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
-    assert list_superseded(out) == first_moved
+    moved_by_first_resume = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
+    assert list_superseded(out) == moved_by_first_resume
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}
     assert Run.read(out).arguments["learning_rate"] == 2e-3
 
-    # Resume from checkpoint 3 again, to step 6, and save after each step. What is moved away now goes into the folder
-    # "2". `save_total_limit` keeps the newest two checkpoints.
+    # Resume from checkpoint 3 again, to step 6. Save after each step, and keep only the newest two checkpoints.
     fields |= {"save_steps": 1, "logging_steps": 1, "save_total_limit": 2}
     run(tmp_path, **fields, max_steps=6)
-    second_moved = {"2/checkpoint-5", "2/trainer_state.json"}
-    assert list_superseded(out) == first_moved | second_moved
+    moved_by_second_resume = {"2/checkpoint-5", "2/trainer_state.json"}
+    assert list_superseded(out) == moved_by_first_resume | moved_by_second_resume
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
 
 
-def test_a_run_in_a_folder_with_another_run_does_not_start_from_a_checkpoint_elsewhere(
+def test_a_checkpoint_elsewhere_is_refused_if_the_output_folder_holds_another_run(
     finished_fields: dict[str, Any], killed_dir: Path
 ) -> None:
     checkpoint_elsewhere = Path(finished_fields["output_dir"]) / "checkpoint-3"
@@ -196,7 +187,7 @@ def test_a_run_whose_data_has_changed_is_refused(
     shutil.copytree(data.parent, tmp_path / "data")
     changed_data = tmp_path / "data" / data.name
     rows = json.loads(changed_data.read_text())
-    rows[6]["image"] = rows[7]["image"]
+    rows[6]["image"] = rows[7]["image"]  # rows 6 and 7 have different pictures before
     changed_data.write_text(json.dumps(rows))
     fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True}
     fields["dataset_name"] = str(changed_data)
@@ -211,12 +202,12 @@ def test_a_run_whose_data_has_changed_is_refused(
         pytest.param({"dataset_streaming": True, "max_steps": 5}, 5, id="stream"),
     ],
 )
-def test_a_run_killed_before_its_result_is_published_and_not_trained_on(
+def test_a_run_killed_after_its_last_checkpoint_is_finished_without_another_step(
     finished_fields: dict[str, Any], tmp_path: Path, duration: dict[str, Any], num_steps: int
 ) -> None:
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
-    # With a constant learning rate, a further step would change the weights. The default rate is 0 by then.
+    # A constant learning rate, because the default one is 0 at the end, where another step would change no weight.
     fields = {**finished_fields, **duration, "lr_scheduler_type": "constant"}
     run(tmp_path, **{**fields, "output_dir": str(unbroken)})
 

@@ -80,7 +80,7 @@ def test_one_process_gets_the_batches_of_torchs_samplers() -> None:
     [
         # Three batches of 2 rows make a global batch of 6 rows.
         pytest.param({"global_batch_size": 6}, 3, id="padded"),
-        # The global batch is all 30 rows. Their 377 tokens go into two packed rows of 200, and a packed row is a batch.
+        # All 30 rows are one global batch. Their 377 tokens go into two packed rows of 200. A packed row is a batch.
         pytest.param({"global_batch_size": 30, "packed_length": 200}, 2, id="packed"),
     ],
 )

@@ -43,8 +43,8 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     broken = tmp_path / "broken"
     run(tmp_path, **fields, output_dir=str(unbroken))
 
-    # The broken run has its first checkpoint, a newer checkpoint 99, which can't be used because its state is of another
-    # step, and a line of metrics that was cut off when the run was killed.
+    # The broken run has its first checkpoint, a newer checkpoint 99, which can't be used because its state is of
+    # another step, and a line of metrics that was cut off when the run was killed.
     first_checkpoint = f"checkpoint-{fields['save_steps']}"
     shutil.copytree(unbroken / first_checkpoint, broken / first_checkpoint)
     shutil.copytree(unbroken / first_checkpoint, broken / "checkpoint-99")

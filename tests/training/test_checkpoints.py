@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from trl import SFTTrainer
 
 from common.errors import UserError
-from script_runs import changed_weights, read_metrics, run
+from script_runs import changed_weights, read_steps, run
 from training import checkpoints
 from training.checkpoints import find_checkpoint, steps_done
 from training.trainer import NormLlavaTrainer
@@ -33,7 +33,7 @@ def empty_folder(folder: Path) -> None:
     folder.mkdir()
 
 
-# Ways to damage the folder of a checkpoint. Beside this folder lies another checkpoint, of step 3.
+# Ways to damage the folder of a checkpoint. Checkpoint 3 lies beside this folder.
 FAULTS: dict[str, Callable[[Path], object]] = {
     "state torn": lambda folder: tear_file(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
@@ -43,7 +43,9 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_a_run_without_a_checkpoint_begins_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_checkpoint_a_run_starts_from_the_beginning_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert find_checkpoint(tmp_path, resume=True) is None
     assert "holds no checkpoint: the run starts from the beginning" in caplog.text
 
@@ -55,21 +57,21 @@ def test_a_broken_checkpoint_is_passed_over(killed_dir: Path, fault: str) -> Non
     with pytest.raises(ValueError, match="checkpoint-6 can't be resumed from"):
         find_checkpoint(killed_dir, str(killed_dir / "checkpoint-6"))
 
-    # When checkpoint 3 is broken, too, no checkpoint is left.
+    # With checkpoint 3 broken too, no checkpoint is left.
     tear_file(killed_dir / "checkpoint-3" / "run.json")
     with pytest.raises(ValueError, match="no complete checkpoint to resume from"):
         find_checkpoint(killed_dir, resume=True)
 
 
 def test_others_may_read_what_a_run_writes(finished_fields: dict[str, Any]) -> None:
-    """safetensors itself writes files that only their owner can read, whatever the user's umask allows."""
+    """safetensors by itself writes files that only their owner can read, whatever the user's umask allows."""
     out = Path(finished_fields["output_dir"])
-    expected_mode = (out / ".lock").stat().st_mode  # Python made this file, with the permissions that umask leaves
+    expected_mode = (out / ".lock").stat().st_mode  # Python's `open` made this file, and follows the umask
     for path in (out / "model.safetensors", out / "checkpoint-6" / "model.safetensors"):
         assert path.stat().st_mode == expected_mode
 
 
-def test_weights_that_do_not_fit_are_an_error(finished_fields: dict[str, Any], killed_dir: Path) -> None:
+def test_a_checkpoint_whose_weights_do_not_fit_is_refused(finished_fields: dict[str, Any], killed_dir: Path) -> None:
     path = killed_dir / "checkpoint-6" / "model.safetensors"
     tensors = load_file(path)
     tensors["renamed"] = tensors.pop("lm_head.weight")
@@ -86,7 +88,7 @@ def test_two_runs_do_not_share_a_folder(finished_fields: dict[str, Any], tmp_pat
     def hold_lock() -> None:
         with checkpoints.lock_output_dir(out):
             locked.set()
-            time.sleep(60)  # until it is killed
+            time.sleep(60)  # seconds; this process is killed earlier
 
     other_process = fork.Process(target=hold_lock)
     other_process.start()
@@ -135,8 +137,7 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
     publish = getattr(checkpoints, function_name)
 
     def publish_on_a_disk_that_fills_up(folder: Path, destination: Path) -> None:
-        is_destination_full = destination in (out / "checkpoint-6", out)  # `out` is where the result goes
-        if is_destination_full:
+        if destination in (out / "checkpoint-6", out):  # the result goes into `out`
             raise OSError(errno.ENOSPC, "No space left on device")
         publish(folder, destination)
 
@@ -156,7 +157,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
     finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    # With this learning rate the weights explode in the first steps. The first is logged and saved, but not the next.
+    # With this learning rate, step 1 makes the weights explode, so step 2 has no finite loss.
     fields = {**finished_fields, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
     with pytest.raises(UserError, match="was not finite in step 2;"):
         run(tmp_path, **{**fields, "output_dir": str(out)})
@@ -165,7 +166,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps"),
+    ("settings", "expected_steps"),
     [
         ({"logging_steps": 3}, "one of the steps 1 to 3"),
         ({"logging_steps": 100, "save_steps": 4}, "one of the steps 1 to 4"),
@@ -179,20 +180,22 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
-    steps: str,
+    expected_steps: str,
 ) -> None:
-    training_step = SFTTrainer.training_step
+    original_training_step = SFTTrainer.training_step
 
-    def step_with_one_nan(trainer: SFTTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = training_step(trainer, *args, **kwargs)
-        is_second_step = trainer.state.global_step == 1
-        return loss * torch.nan if is_second_step else loss
+    def training_step_with_nan(trainer: SFTTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original_training_step(trainer, *args, **kwargs)
+        completed_steps = trainer.state.global_step
+        if completed_steps == 1:  # the second step
+            return loss * torch.nan
+        return loss
 
-    monkeypatch.setattr(SFTTrainer, "training_step", step_with_one_nan)
+    monkeypatch.setattr(SFTTrainer, "training_step", training_step_with_nan)
     fields = {**finished_fields, "save_steps": 100, "output_dir": str(tmp_path / "out"), **settings}
     if "eval_strategy" in settings:
         fields["eval_dataset_name"] = finished_fields["dataset_name"]
-    with pytest.raises(UserError, match=f"was not finite in {steps};"):
+    with pytest.raises(UserError, match=f"was not finite in {expected_steps};"):
         run(tmp_path, **fields)
     assert find_checkpoint(tmp_path / "out", resume=True) is None
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == ""
@@ -201,14 +204,14 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_written(
 def test_a_gradient_that_is_not_finite_stops_the_run(
     finished_fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training_step = SFTTrainer.training_step
+    original_training_step = SFTTrainer.training_step
 
-    def step_with_infinite_gradient(trainer: SFTTrainer, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = training_step(trainer, model, *args, **kwargs)
+    def training_step_with_inf(trainer: SFTTrainer, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original_training_step(trainer, model, *args, **kwargs)
         model.model.multi_modal_projector.linear_1.weight.grad[0] = torch.inf
         return loss
 
-    monkeypatch.setattr(SFTTrainer, "training_step", step_with_infinite_gradient)
+    monkeypatch.setattr(SFTTrainer, "training_step", training_step_with_inf)
     with pytest.raises(UserError, match="The loss or the gradient's norm was not finite in one of the steps 1 to 2;"):
         run(tmp_path, **{**finished_fields, "output_dir": str(tmp_path / "out")})
 
@@ -216,14 +219,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
 def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_biases(
     finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    fields = {
-        **finished_fields,
-        "weight_decay": 0.1,
-        "max_steps": 1,
-        "save_steps": 1,
-        "output_dir": str(tmp_path / "out"),
-    }
-    run(tmp_path, **fields)
+    fields = {**finished_fields, "output_dir": str(tmp_path / "out")}
+    run(tmp_path, **{**fields, "weight_decay": 0.1, "max_steps": 1, "save_steps": 1})
     optimizer_state = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)
 
     # For each module and weight decay, the number of the module's tensors that have this weight decay.
@@ -238,7 +235,7 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
     assert num_tensors["multi_modal_projector", 0.0] == 2  # their biases
     assert num_tensors["multi_modal_projector.norm", 0.0] == 2  # the norm's weight and bias
     assert ("multi_modal_projector.norm", 0.1) not in num_tensors
-    # Llava reads the output of the second of the encoder's three layers, so only what comes before it is trained. A
+    # Llava reads the output of the encoder's second layer, so two layers and the embeddings before them are trained. A
     # layer has 16 tensors, and the embeddings have 3.
     num_vision_tensors = num_tensors["vision_tower", 0.1] + num_tensors["vision_tower", 0.0]
     assert num_vision_tensors == 2 * 16 + 3
@@ -262,12 +259,12 @@ def test_the_rehearsal_leaves_no_trace(
     second pass keeps the gradients of the first only if training accumulates gradients too. Otherwise the rehearsal
     would need more memory than training, and refuse runs that fit.
     """
-    compute_loss = NormLlavaTrainer.compute_loss
-    has_gradients = []  # for each pass, whether gradients exist at its start
+    original_compute_loss = NormLlavaTrainer.compute_loss
+    starts_with_gradients = []  # for each pass, whether any gradients exist at its start
 
     def record_and_compute_loss(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        has_gradients.append(any(parameter.grad is not None for parameter in model.parameters()))
-        return compute_loss(trainer, model, *args, **kwargs)
+        starts_with_gradients.append(any(parameter.grad is not None for parameter in model.parameters()))
+        return original_compute_loss(trainer, model, *args, **kwargs)
 
     fields = {**finished_fields, "optim": optim, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "constant"}
     fields |= {"vision_learning_rate": 1e-3, "dataloader_num_workers": 1, "logging_steps": 1}
@@ -277,25 +274,26 @@ def test_the_rehearsal_leaves_no_trace(
     monkeypatch.setattr(NormLlavaTrainer, "compute_loss", record_and_compute_loss)
     run(tmp_path, **{**fields, "output_dir": str(with_rehearsal)})
 
-    expected = [False, accumulation_steps == 2]
-    assert has_gradients[:2] == expected  # the two passes of the rehearsal
-    assert has_gradients[2:4] == expected  # the first two passes of training
+    accumulates = accumulation_steps > 1
+    assert starts_with_gradients[:2] == [False, accumulates]  # the two passes of the rehearsal
+    assert starts_with_gradients[2:4] == [False, accumulates]  # the first two passes of training
 
     monkeypatch.setattr(NormLlavaTrainer, "_rehearse", lambda *args: None)
     run(tmp_path, **{**fields, "output_dir": str(without_rehearsal)})
     assert changed_weights(with_rehearsal, without_rehearsal) == set()
-    lines = read_metrics(with_rehearsal)
-    expected_lines = read_metrics(without_rehearsal)
-    for line, expected_line in zip(lines, expected_lines, strict=True):
+    steps = read_steps(with_rehearsal)
+    expected_steps = read_steps(without_rehearsal)
+    for step, expected in zip(steps, expected_steps, strict=True):
         for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "norm/ratio"):
-            assert line.get(name) == expected_line.get(name), name
+            # A step without pictures has no "norm/ratio".
+            assert step.get(name) == expected.get(name), name
 
 
 @pytest.mark.parametrize(
-    ("input_name", "max_elements"),
+    ("input_name", "too_many_elements"),
     [
-        ("pixel_values", 2 * 3 * 28**2),  # two pictures
-        ("input_ids", 400),  # only the batch with the long row has so many tokens
+        pytest.param("pixel_values", 2 * 3 * 28**2, id="two pictures"),
+        pytest.param("input_ids", 400, id="a batch with the long row"),
     ],
 )
 def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
@@ -303,21 +301,22 @@ def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     input_name: str,
-    max_elements: int,
+    too_many_elements: int,
 ) -> None:
-    """In this run, a pass over an input of `max_elements` or more runs out of memory."""
+    """In this run, a pass over an input of `too_many_elements` or more elements runs out of memory."""
     data = Path(finished_fields["dataset_name"])
-    compute_loss = NormLlavaTrainer.compute_loss
 
     # One row is long and has no picture, so that the batch with most tokens is not the one with most pictures.
     rows = json.loads(data.read_text())
     rows[0] = {"conversations": [{"from": "human", "value": "Say it."}, {"from": "gpt", "value": "so " * 100}]}
     (tmp_path / "rows.json").write_text(json.dumps(rows))
 
+    original_compute_loss = NormLlavaTrainer.compute_loss
+
     def compute_loss_in_little_memory(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if inputs[input_name].numel() >= max_elements:
+        if inputs[input_name].numel() >= too_many_elements:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return compute_loss(trainer, model, inputs, *args, **kwargs)
+        return original_compute_loss(trainer, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(NormLlavaTrainer, "compute_loss", compute_loss_in_little_memory)
     fields = {**finished_fields, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}

@@ -149,8 +149,8 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 ALIGN = {"stage": "align", "vision_learning_rate": None}
 ADAPT = {"stage": "adapt", "vision_learning_rate": None, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.2}
 CHECKPOINTED = {"gradient_checkpointing": True}
-# Packed rows have attention "varlen" by default. On a CPU "varlen" isn't compiled, and breaks the graph of a layer into
-# parts. The graph of a checkpointed layer can't be broken, so the layer isn't compiled at all.
+# Packed rows have attention "varlen" by default. On a CPU, "varlen" isn't compiled, and breaks the graph of a layer
+# into parts. The graph of a checkpointed layer can't be broken, so the layer isn't compiled at all.
 PACKED_WITH_SDPA = {**PACKED, "attn_implementation": "sdpa"}
 # The recipe fields of each kind of run, besides `INSTRUCT` and `COMPILED`.
 FIELDS: dict[str, dict[str, Any]] = {

@@ -238,7 +238,7 @@ def plain_kernel(
 ) -> tuple[torch.Tensor, ...]:
     """Stands for the kernel, `aten::_flash_attention_forward`, which needs a GPU.
 
-    The parameters have the kernel's names and order. The function checks that the arguments are as the kernel requires,
+    The parameters have the kernel's names and order. The function checks what the kernel requires of the arguments,
     and computes what FlashAttention documents.
 
     `query`, `key`, `value` and the first output are `(num_tokens, num_heads, head_dim)`. Attention doesn't read the

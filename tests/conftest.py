@@ -5,7 +5,7 @@ import os
 import tempfile
 
 
-# Each run of the tests, and each worker of pytest-xdist, has caches of its own, which are deleted when it ends.
+# Each run of the tests, and each worker of pytest-xdist, has caches of its own, which are deleted at its end.
 _caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 os.environ["HF_DATASETS_CACHE"] = os.path.join(_caches.name, "datasets")
 os.environ["HF_MODULES_CACHE"] = os.path.join(_caches.name, "modules")
@@ -76,7 +76,7 @@ VISION_SIZES = {
 class TextFamily:
     """A family of language models: its classes, and its tokenizer's special tokens.
 
-    `other_tokens` are the special tokens besides BOS and EOS, with `pad_token`.
+    `other_tokens` are all special tokens except BOS and EOS, including `pad_token`.
     """
 
     config_class: type
@@ -133,7 +133,8 @@ def byte_tokenizer(family_name: str) -> PreTrainedTokenizerFast:
     if family.bos_token is not None:
         special_tokens.insert(0, family.bos_token)
 
-    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
+    vocabulary = {character: index for index, character in enumerate(characters)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -272,7 +273,7 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("always_a")
 
     def model_folder(ends: bool = True) -> Path:
-        folder = root / ("ends" if ends else "goes_on")
+        folder = root / f"ends={ends}"
         if folder.exists():
             return folder
 
@@ -290,13 +291,13 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, ends: bool) -> None:
     """Change a model's weights in place, so that it answers "A", and then ends its turn or goes on with commas."""
     letter, comma, end_of_turn = tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
-    # Without the outputs of all layers, the next token depends on the embedding of the last token alone.
+    # With the outputs of all layers at 0, the next token depends only on the embedding of the last token.
     for layer in model.model.language_model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
 
-    # Dimension 0 is 1 for all tokens, and raises the letter's logit. Dimension 1 is 10 for the letter and the comma,
-    # and raises the logit of the token that follows both.
+    # In every embedding, dimension 0 is 1, and raises the letter's logit. In those of the letter and the comma,
+    # dimension 1 is 10, and raises the logit of the token that follows both.
     embeddings = model.get_input_embeddings().weight
     embeddings.zero_()
     embeddings[:, 0] = 1.0

@@ -27,7 +27,7 @@ LEVELS = (
     ("hub_cards",),
     ("examples", "benchmarks", "docs"),
 )
-LEVEL_OF: dict[str, int] = {}  # of each package
+LEVEL_OF: dict[str, int] = {}  # the level of each package
 for level, packages in enumerate(LEVELS):
     for package in packages:
         LEVEL_OF[package] = level
@@ -146,9 +146,10 @@ def needed_by(packages: Sequence[str]) -> set[str]:
     distributions = packages_distributions()  # such as {"PIL": ["pillow"]}
     needed = set()
     for name in top_level_names - LEVEL_OF.keys() - sys.stdlib_module_names:
-        # A distribution that isn't installed here is taken to have the name of its module.
+        # A distribution that isn't installed here is taken to have the name of its module. If several distributions
+        # have the module, the first distribution counts.
         distribution_names = distributions.get(name, [name])
-        needed.add(canonicalize_name(distribution_names[0]))  # several distributions can have parts of a module
+        needed.add(canonicalize_name(distribution_names[0]))
     return needed
 
 

@@ -38,7 +38,7 @@ def install_beside(folder: Path, *requirements: str) -> None:
     if download.returncode != 0:
         pytest.skip(f"pip can't download trl: {download.stderr.splitlines()[-1]}")
 
-    # pip reports which versions it would install.
+    # Let pip report which versions it would install.
     report_file = folder / "report.json"
     dry_run = run_pip("install", "--quiet", "--upgrade", "--dry-run", "--report", str(report_file), *requirements)
     assert dry_run.returncode == 0, dry_run.stderr
@@ -56,7 +56,8 @@ def pin_lowest(name: str) -> str:
     """The requirement that pins a dependency to the lowest version that training allows, such as "trl==1.16"."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = pyproject["project"]["optional-dependencies"]["train"]
-    (requirement,) = [Requirement(line) for line in lines if Requirement(line).name == name]
+    requirements = [Requirement(line) for line in lines]
+    (requirement,) = [requirement for requirement in requirements if requirement.name == name]
     (lowest_version,) = [bound.version for bound in requirement.specifier if bound.operator == ">="]
     return f"{name}=={lowest_version}"
 

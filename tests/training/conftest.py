@@ -20,7 +20,7 @@ from script_runs import INSTRUCT, run
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of a LLaVA JSON file of 30 rows, in the folder with their pictures.
 
-    Rows 0 to 3, 12 and 20 have no picture. The other 24 rows have one each.
+    Rows 0 to 3, 12 and 20 have no picture. The other 24 rows have one picture each.
     """
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)

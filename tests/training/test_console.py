@@ -33,8 +33,8 @@ def test_the_console_shows_a_table(
         norm_ratio = cells[3]
         assert loss == f"{step['loss']:.4f}"
         assert norm_ratio == f"{step['norm/ratio']:.3f}"
-    last_line = table[-1]
-    time_left = last_line[-1]
+    cells_of_last_line = table[-1]
+    time_left = cells_of_last_line[-1]
     assert time_left == "0:00:00"
     # The gradient's norm in each module is logged, but not printed.
     assert "grad_norm/" not in printed.err

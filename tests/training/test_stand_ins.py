@@ -1,4 +1,4 @@
-"""The stand-ins for bitsandbytes in a memory estimate have the bytes of its real weights and optimizer states."""
+"""In a memory estimate, the stand-ins for bitsandbytes take as many bytes as bitsandbytes itself."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,23 +33,25 @@ def layers_of_class(model: nn.Module, layer_class: type) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_packed_weights_have_the_bytes_of_quantized_ones(composed: Callable[..., Path], double_quant: bool) -> None:
+def test_the_stand_ins_for_4_bit_layers_have_the_bytes_of_bitsandbytes(
+    composed: Callable[..., Path], double_quant: bool
+) -> None:
     config = quantization_config(torch.float32, double_quant=double_quant)
     options: dict[str, Any] = {"quantization_config": config, "device_map": {"": "cpu"}}
     quantized = NormLlavaForConditionalGeneration.from_pretrained(composed(), **options)
-    packed = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    pack_layers(packed.model.language_model.layers, double_quant)
+    planned = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    pack_layers(planned.model.language_model.layers, double_quant)
 
-    packed_layers = layers_of_class(packed, FourBitLinear)
+    planned_layers = layers_of_class(planned, FourBitLinear)
     quantized_layers = layers_of_class(quantized, bitsandbytes.nn.Linear4bit)
-    assert packed_layers.keys() == quantized_layers.keys()
-    num_bytes_packed = sum(layer.weight.nbytes for layer in packed_layers.values())
-    num_bytes_quantized = sum(bytes_of_quantized(layer) for layer in quantized_layers.values())
-    assert num_bytes_packed == pytest.approx(num_bytes_quantized, rel=0.01)
+    assert planned_layers.keys() == quantized_layers.keys()
+    planned_bytes = sum(layer.weight.nbytes for layer in planned_layers.values())
+    expected_bytes = sum(bytes_of_quantized(layer) for layer in quantized_layers.values())
+    assert planned_bytes == pytest.approx(expected_bytes, rel=0.01)
 
 
-def test_a_packed_layer_saves_no_unpacked_weights_for_the_backward_pass() -> None:
-    layer = FourBitLinear(nn.Linear(64, 128), double_quant=True)  # its unpacked weights are [128, 64]
+def test_a_stand_in_keeps_no_unpacked_weights_for_the_backward_pass() -> None:
+    layer = FourBitLinear(nn.Linear(64, 128), double_quant=True)  # the unpacked weights are [128, 64]
     inputs = torch.zeros(2, 3, 64, requires_grad=True)
     saved_shapes = []
 
@@ -65,10 +67,12 @@ def test_a_packed_layer_saves_no_unpacked_weights_for_the_backward_pass() -> Non
     assert inputs.grad is not None
 
 
-def test_8_bit_states_have_the_bytes_of_bitsandbytes() -> None:
-    # The states of an embedding and of small parameters are not quantized.
+def test_the_stand_in_for_8_bit_adam_has_the_bytes_of_bitsandbytes() -> None:
+    # The states of embeddings and of small parameters stay in 32 bits.
     embedding = nn.Embedding(100, 64)
-    parameters = [embedding.weight, nn.Parameter(torch.zeros(100, 63)), nn.Parameter(torch.zeros(70))]
+    large = nn.Parameter(torch.zeros(100, 63))
+    small = nn.Parameter(torch.zeros(70))
+    parameters = [embedding.weight, large, small]
     planned = EightBitAdam(parameters, [embedding.weight])
     planned.step()
 

@@ -22,7 +22,7 @@ FILE_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os
 
 
 class Killer:
-    """Lists the events of its process, and kills the process at one of them.
+    """Lists the events of a process, and kills the process at one event.
 
     A killer is an audit hook: Python calls it before each operation of the process, such as opening a file.
 
@@ -40,7 +40,7 @@ class Killer:
         self.log: list[str] = []
 
     def __call__(self, operation: str, args: tuple[Any, ...]) -> None:
-        """Log an operation if it is an event, and kill the process if this event is its last."""
+        """Log an operation that is an event, and kill the process at `last_event`."""
         if operation not in FILE_OPERATIONS or not args:
             return
         path = str(args[0])  # the first argument of an operation on a file

@@ -37,7 +37,7 @@ def measure_pass(model: nn.Module, folder: Path) -> int:
     profiler.export_chrome_trace(str(trace_file))
     events = json.loads(trace_file.read_text())["traceEvents"]
 
-    # The total is given after each allocation, so the first allocation is taken off for the total before the pass.
+    # Each entry has the bytes of an allocation, and the total after it.
     allocations = [event["args"] for event in events if event["name"] == "[memory]"]
     total_before = allocations[0]["Total Allocated"] - allocations[0]["Bytes"]
     peak = max(allocation["Total Allocated"] for allocation in allocations)
@@ -77,7 +77,7 @@ TOO_LITTLE_MEMORY = 1050
 
 
 def simulate_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[str]:
-    """Let the CPU pass for a device with `num_bytes` of memory, on which each pass takes 1,000 bytes.
+    """Simulate a device with `num_bytes` of memory, on which each pass takes 1,000 bytes.
 
     Returns:
         A list that grows by an entry with each pass that is measured.
@@ -136,7 +136,7 @@ def test_training_without_checkpointing_is_the_same_to_the_bit(
 ) -> None:
     with_checkpointing = tmp_path / "with"
     without_checkpointing = tmp_path / "without"
-    run(tmp_path, **{**fields, "output_dir": str(with_checkpointing)})  # the default on a CPU
+    run(tmp_path, **{**fields, "output_dir": str(with_checkpointing)})  # on a CPU, checkpointing stays on
     simulate_memory(monkeypatch, ENOUGH_MEMORY)
     run(tmp_path, **{**fields, "output_dir": str(without_checkpointing)})
 

@@ -121,7 +121,8 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     batch["pixel_values"] = batch["pixel_values"].double()
 
     # The same batch without the blank picture's four image tokens, which come last.
-    names = ["input_ids", "labels", "position_ids" if packed else "attention_mask"]
+    names = ["input_ids", "labels"]
+    names.append("position_ids" if packed else "attention_mask")
     without_blank = {name: batch[name][:, :-4] for name in names}
     assert not (without_blank["input_ids"] == processor.image_token_id).any()
 

@@ -26,14 +26,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 2, streaming": {**INSTRUCT, **STREAM},
     "stage 2, streaming with two workers": {**INSTRUCT, **STREAM, "dataloader_num_workers": 2},
     "QLoRA, packed": {**ADAPT, **PACKED},
-    "MaLoRA-style, packed": {**ADAPT, **PACKED, "lora_dropout": 0.05, "key_mmd_weight": 0.1, "key_gram_weight": 0.1},
+    "key adapters, packed": {**ADAPT, **PACKED, "lora_dropout": 0.05, "key_mmd_weight": 0.1, "key_gram_weight": 0.1},
 }
 
 
 def run_driver(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *events: int) -> None:
     """Run kill_driver.py, in which an operation on a file of the run's output folder is an event.
 
-    The driver kills and resumes a run in `folder/N` at each event N. Without events, it trains an unbroken run.
+    For each event N, the driver kills and resumes a run in `folder/N`. Without events, it trains an unbroken run.
     """
     key_adapter_rank = 4 if "key_mmd_weight" in KINDS[kind] else 0
     fields = {**FAST, **KINDS[kind], "dataset_name": str(data), "save_steps": 3, "logging_steps": 1}
@@ -74,7 +74,7 @@ def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stage 2, packed", "stage 2, streaming with two workers"])
-def test_a_run_killed_at_two_points_ends_as_the_unbroken_one(
+def test_a_run_killed_at_two_points_ends_like_the_unbroken_run(
     kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     num_events = train_unbroken(kind, composed, data, tmp_path)
@@ -87,7 +87,7 @@ def test_a_run_killed_at_two_points_ends_as_the_unbroken_one(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_killed_at_many_points_ends_as_the_unbroken_one(
+def test_a_run_killed_at_many_points_ends_like_the_unbroken_run(
     kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     num_events = train_unbroken(kind, composed, data, tmp_path)

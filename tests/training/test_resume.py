@@ -62,6 +62,7 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     # A logged loss is the mean over the steps since the last log or restart, so losses are not compared.
     for step, expected in zip(read_steps(broken), read_steps(unbroken), strict=True):
         for name in ("step", "norm/visual", "num_tokens"):
+            # A step without pictures has no "norm/visual".
             assert step.get(name) == expected.get(name), name
 
 
@@ -89,7 +90,7 @@ def test_a_run_packed_with_sdpa_goes_on_with_sdpa(composed: Callable[..., Path],
 def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run begins on a CPU that is fast at bfloat16, and is resumed on one that isn't."""
+    """The run begins on a CPU that is fast at bfloat16, and is resumed on a CPU that isn't."""
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
     fields["bf16"] = None  # the recipe doesn't say, so the CPU decides
     unbroken = tmp_path / "unbroken"
@@ -155,7 +156,7 @@ def test_a_run_with_other_arguments_is_refused_with_the_differences(
     with pytest.raises(ValueError, match="belongs to a different run") as error:
         run(killed_dir, **fields)
     assert "  learning_rate: 0.001 before, 0.002 now" in str(error.value)
-    # Each difference has a line like the one above, and no other line of the message is indented.
+    # Each difference has an indented line, and no other line of the message is indented.
     differences = [line for line in str(error.value).splitlines() if line.startswith("  ")]
     names = {line.split(":")[0].strip() for line in differences}
     assert names == set(CHANGED)
@@ -187,7 +188,7 @@ def test_a_run_whose_data_has_changed_is_refused(
     shutil.copytree(data.parent, tmp_path / "data")
     changed_data = tmp_path / "data" / data.name
     rows = json.loads(changed_data.read_text())
-    rows[6]["image"] = rows[7]["image"]  # rows 6 and 7 have different pictures before
+    rows[6]["image"] = rows[7]["image"]  # another picture
     changed_data.write_text(json.dumps(rows))
     fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True}
     fields["dataset_name"] = str(changed_data)
@@ -215,7 +216,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished_without_another_step
     for path in unbroken.glob("checkpoint-*"):
         shutil.copytree(path, broken / path.name)
 
-    # The first start writes the result into the output folder, and the second finds it there.
+    # The first start writes the result into the output folder, and the second start finds the result there.
     for _ in range(2):
         run(tmp_path, **{**fields, "output_dir": str(broken)}, resume_from_checkpoint=True)
         assert changed_weights(unbroken, broken) == set()

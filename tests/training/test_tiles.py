@@ -32,7 +32,7 @@ NUM_TILES = {"square": 1, "wide": 4, "tall": 3}
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A JSON file with one row for each picture of `SIZES`, one with all three, and one of text alone."""
+    """The path of a file with a row for each picture of `SIZES`, a row with all three, and a row of text alone."""
     rows = []
     for name, size in SIZES.items():
         Image.effect_noise(size, 80).convert("RGB").save(tmp_path / f"{name}.png")
@@ -127,7 +127,7 @@ def test_both_stages_train(folder: Path, data: Path, tmp_path: Path, packing: di
     stage1 = tmp_path / "stage1"
     stage2 = tmp_path / "stage2"
     source = {"dataset_name": str(data)}
-    # With `max_tiles` 1, stage 1 doesn't cut pictures. Its saved model does, and so does stage 2.
+    # With `max_tiles` 1, stage 1 doesn't cut pictures. Stage 2 does, as the model was composed.
     run(tmp_path, **source, stage="align", max_tiles=1, model_name_or_path=str(folder), output_dir=str(stage1))
     run(tmp_path, **source, **INSTRUCT, **packing, model_name_or_path=str(stage1), output_dir=str(stage2))
 

@@ -63,7 +63,7 @@ def test_a_broken_checkpoint_is_passed_over(killed_dir: Path, fault: str) -> Non
         find_checkpoint(killed_dir, resume=True)
 
 
-def test_others_may_read_what_a_run_writes(finished_fields: dict[str, Any]) -> None:
+def test_other_users_may_read_what_a_run_writes(finished_fields: dict[str, Any]) -> None:
     """safetensors by itself writes files that only their owner can read, whatever the user's umask allows."""
     out = Path(finished_fields["output_dir"])
     expected_mode = (out / ".lock").stat().st_mode  # Python's `open` made this file, and follows the umask
@@ -232,7 +232,7 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
         "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head", "vision_tower",
     }  # fmt: skip
     assert num_tensors["multi_modal_projector", 0.1] == 2  # the weights of two linear layers
-    assert num_tensors["multi_modal_projector", 0.0] == 2  # their biases
+    assert num_tensors["multi_modal_projector", 0.0] == 2  # the biases of two linear layers
     assert num_tensors["multi_modal_projector.norm", 0.0] == 2  # the norm's weight and bias
     assert ("multi_modal_projector.norm", 0.1) not in num_tensors
     # Llava reads the output of the encoder's second layer, so two layers and the embeddings before them are trained. A
@@ -303,7 +303,7 @@ def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
     input_name: str,
     too_many_elements: int,
 ) -> None:
-    """In this run, a pass over an input of `too_many_elements` or more elements runs out of memory."""
+    """A pass over an input of `too_many_elements` or more elements runs out of simulated memory."""
     data = Path(finished_fields["dataset_name"])
 
     # One row is long and has no picture, so that the batch with most tokens is not the one with most pictures.

@@ -1,4 +1,4 @@
-"""Compiled decoder layers train like uncompiled ones, and share their graphs among rows of any length."""
+"""Compiled decoder layers train like uncompiled layers, and share their graphs among rows of any length."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: st
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-10, atol=1e-12)
 
-    # One graph is for rows with padding, and one for rows without, to which transformers gives no mask.
+    # One graph is for batches with padding, and one graph for batches without, to which transformers gives no mask.
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
 
@@ -132,7 +132,7 @@ def test_compiled_layers_are_checkpointed(composed: Callable[..., Path], tmp_pat
         return count_saved_elements(model)
 
     if sharded:
-        # FSDP2 needs a process group, and this process alone is one.
+        # FSDP2 needs a process group, which has only this process here.
         store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -149,8 +149,8 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 ALIGN = {"stage": "align", "vision_learning_rate": None}
 ADAPT = {"stage": "adapt", "vision_learning_rate": None, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.2}
 CHECKPOINTED = {"gradient_checkpointing": True}
-# Packed rows have attention "varlen" by default. On a CPU, "varlen" isn't compiled, and breaks the graph of a layer
-# into parts. The graph of a checkpointed layer can't be broken, so the layer isn't compiled at all.
+# Packed rows have attention "varlen" by default. On a CPU, "varlen" breaks the graph of a layer into parts. The graph
+# of a checkpointed layer can't be broken, so the layer isn't compiled at all. So most packed runs have sdpa.
 PACKED_WITH_SDPA = {**PACKED, "attn_implementation": "sdpa"}
 # The recipe fields of each kind of run, besides `INSTRUCT` and `COMPILED`.
 FIELDS: dict[str, dict[str, Any]] = {

@@ -35,14 +35,16 @@ STAGED_ON_CPU = "tests/training/staged_cpu.py"
 TWO_PROCESSES = ("--config_file", "training/accelerate/cpu_ddp.yaml")
 
 
-def launch(folder: Path, *arguments: str, script: str = "training/sft.py", fails: bool = False, **fields: Any) -> str:
+def launch(
+    folder: Path, *arguments: str, script: str = "training/sft.py", should_fail: bool = False, **fields: Any
+) -> str:
     """Run a script by `accelerate launch`.
 
     Args:
         folder: The folder to write the recipe into.
         arguments: Options of `accelerate launch`.
         script: The script's path in the repository.
-        fails: Whether the script is expected to fail.
+        should_fail: Whether the script must fail.
         fields: The recipe's fields, besides `FAST`.
 
     Returns:
@@ -54,7 +56,7 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", fails
     command = [sys.executable, *launcher, *arguments, script, "--config", recipe]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     has_failed = result.returncode != 0
-    assert has_failed == fails, result.stderr[-3000:]
+    assert has_failed == should_fail, result.stderr[-3000:]
     return result.stderr
 
 
@@ -316,7 +318,7 @@ def test_a_loss_that_is_not_finite_on_one_process_stops_both(
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
     fields |= {"logging_steps": 10, "output_dir": str(tmp_path / "out")}
     monkeypatch.setenv("STAGED_NAN", "1")
-    printed = launch(tmp_path, *TWO_PROCESSES, script=STAGED_ON_CPU, fails=True, **fields)
+    printed = launch(tmp_path, *TWO_PROCESSES, script=STAGED_ON_CPU, should_fail=True, **fields)
     message = "UserError: The loss or the gradient's norm was not finite in one of the steps 1 to 3;"
     assert printed.count(message) == 2  # one message of each process
     assert not list((tmp_path / "out").glob("checkpoint-*"))

@@ -86,8 +86,8 @@ def plain_losses(folder: Path, held_out: Path, is_align: bool) -> tuple[float, f
         # The logits at a position are for the next token.
         return nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum").item()
 
-    loss = 0.0
-    loss_blank = 0.0
+    total_loss = 0.0
+    total_loss_blank = 0.0
     num_tokens = 0
     for raw_row in load_rows(str(held_out)):
         row = tokenize(raw_row)
@@ -96,10 +96,10 @@ def plain_losses(folder: Path, held_out: Path, is_align: bool) -> tuple[float, f
         labels = torch.tensor([tokenize.repeat_at_pictures(row["labels"], row)])
         images = open_images(row)
         blank_images = [Image.new(image.mode, image.size) for image in images]  # all black
-        loss += sum_loss(input_ids, labels, images)
-        loss_blank += sum_loss(input_ids, labels, blank_images)
+        total_loss += sum_loss(input_ids, labels, images)
+        total_loss_blank += sum_loss(input_ids, labels, blank_images)
         num_tokens += int((labels != IGNORED).sum())
-    return loss / num_tokens, loss_blank / num_tokens
+    return total_loss / num_tokens, total_loss_blank / num_tokens
 
 
 ALIGN_PADDED = {"stage": "align", "per_device_train_batch_size": 5}
@@ -136,7 +136,7 @@ def test_the_losses_are_those_of_a_plain_computation(
     loss, loss_blank = plain_losses(out, rows_file, is_align)
     assert last_evaluation["eval/loss"] == pytest.approx(loss, rel=1e-5)
     assert last_evaluation["eval/loss_blank"] == pytest.approx(loss_blank, rel=1e-5)
-    assert abs(loss - loss_blank) > 1e-4  # so the tests above would notice swapped losses
+    assert abs(loss - loss_blank) > 1e-4  # so that the lines above would notice swapped losses
     assert f"held out: loss {loss:.4f}, with blank pictures {loss_blank:.4f}" in capsys.readouterr().err
 
 

@@ -182,9 +182,11 @@ def with_key_adapters(composed: Callable[..., Path], tmp_path: Path) -> Callable
         for name, parameter in model.named_parameters():
             if name.endswith("key_adapter.up"):
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-        model.save_pretrained(tmp_path / "key_adapters")
-        AutoProcessor.from_pretrained(composed(text=text)).save_pretrained(tmp_path / "key_adapters")
-        return tmp_path / "key_adapters"
+        folder = tmp_path / "key_adapters"
+        model.save_pretrained(folder)
+        processor = AutoProcessor.from_pretrained(composed(text=text))
+        processor.save_pretrained(folder)
+        return folder
 
     return save_model
 
@@ -276,7 +278,7 @@ def test_the_penalty_follows_its_formula(
     assert penalty.dtype == torch.double
     assert penalty.item() == pytest.approx(expected_penalty.item(), rel=1e-9)
     nonzero_gradients = [gradient for gradient in gradients if gradient is not None and gradient.any()]
-    assert len(nonzero_gradients) > 10  # with few of them the comparison below would show little
+    assert len(nonzero_gradients) > 10  # otherwise the comparison below would show little
     absolute_tolerance = 1e-6 if text == "gemma3" else 1e-12  # Gemma's norm layers compute in float32
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
         if expected is None:  # the penalty doesn't depend on the parameter

@@ -179,7 +179,7 @@ def test_bad_rows_of_all_sources_are_listed(
         with pytest.raises(ValueError, match=r"first.json, row 6: .* 1 of 7 rows are bad"):
             run(tmp_path, **fields, output_dir=str(out))
 
-    # With `bad_rows` "skip" they are listed. A resumed run writes the list anew.
+    # With `bad_rows` "skip", bad rows are listed. A resumed run writes the list anew.
     for resume in (False, True):
         run(tmp_path, **fields, output_dir=str(out), bad_rows="skip", resume_from_checkpoint=resume)
         lines = (out / "bad_rows.jsonl").read_text().splitlines()

@@ -54,7 +54,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     assert changed_weights(composed(), stage1) == projector_names
     assert (stage1 / "README.md").read_text() == "written by the user"
 
-    # Stage 2 trains all weights except in the encoder's third and last layer, and after it, which Llava doesn't read.
+    # Stage 2 trains all weights that Llava reads, so not the encoder's last layer and the norm layer after it.
     unread_modules = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.")
     unread_names = {name for name in names if any(module in name for module in unread_modules)}
     assert len(unread_names) > 0

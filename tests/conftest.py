@@ -296,8 +296,8 @@ def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTraine
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
 
-    # In every embedding, dimension 0 is 1, and raises the letter's logit. In those of the letter and the comma,
-    # dimension 1 is 10, and raises the logit of the token that follows both.
+    # In every embedding, dimension 0 is 1, and raises the letter's logit. In the embeddings of the letter and the
+    # comma, dimension 1 is 10, and raises the logit of the token that follows both.
     embeddings = model.get_input_embeddings().weight
     embeddings.zero_()
     embeddings[:, 0] = 1.0

@@ -68,7 +68,7 @@ def test_adapters_of_quantized_layers_and_the_projector_are_trained(
             adapted_layers.add(name.removesuffix(".lora_A"))
     assert adapted_layers == quantized_layers
 
-    # Each adapter has two weights. The projector has the weights and biases of two linear layers and of its norm.
+    # Each adapter has two weights. The projector has the weights and biases of two linear layers and a norm layer.
     trained = [name for name, parameter in adapted_model.named_parameters() if parameter.requires_grad]
     trained_in_adapters = [name for name in trained if ".lora_" in name]
     trained_in_projector = [name for name in trained if ".multi_modal_projector.modules_to_save." in name]
@@ -82,7 +82,7 @@ def has_lora(model: torch.nn.Module) -> bool:
 
 
 def test_adapters_in_float32_get_a_bfloat16_input_as_it_is(composed: Callable[..., Path]) -> None:
-    """PEFT would cast the input to the adapter's float32, and autocast would cast it back."""
+    """PEFT would cast the input to the adapter's float32, and autocast would cast it back to bfloat16."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     adapted = add_adapters(model, rank=2, alpha=4)
     layer = adapted.base_model.model.model.language_model.layers[0].self_attn.q_proj
@@ -188,7 +188,7 @@ def test_a_run_learns(adapter: Path) -> None:
     steps = read_steps(adapter)
     losses = [step["loss"] for step in steps]
     assert losses == sorted(losses, reverse=True)  # the loss falls from each logged step to the next
-    # The head is random and frozen, so the loss can't fall far, but the right token often becomes the most likely one.
+    # The LM head is random and frozen, so the loss can't fall far, but the right token often becomes the likeliest.
     assert steps[0]["mean_token_accuracy"] < 0.2
     assert steps[-1]["mean_token_accuracy"] > 0.5
 

@@ -348,7 +348,7 @@ SMALL_MODELS = ("digits", "SmolLM2-135M-Instruct", "Qwen3-0.6B")
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_all_recipes_are_accepted_and_those_of_large_models_have_the_papers_settings(path: Path) -> None:
-    # On the CPU in float32, because a recipe's bf16 is refused on a machine without a device for it.
+    # The recipe is read for float32 on the CPU, because a recipe with bf16 is refused without a device for bfloat16.
     run_args, args = parse_arguments(["--config", str(path), "--bf16", "false", "--use_cpu", "true"])
     assert args.seed == 42
     assert args.weight_decay == 0

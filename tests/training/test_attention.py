@@ -209,7 +209,7 @@ def test_varlen_is_the_default_of_packed_runs_where_it_works(monkeypatch: pytest
     cpu = torch.device("cpu")
     assert default_attention(llama, packed=True, device=cpu) == "varlen"
     assert default_attention(llama, packed=False, device=cpu) == "sdpa"
-    # StableLM computes attention in its own code, so that varlen can't replace it.
+    # StableLM computes attention in its own code, which varlen can't replace.
     assert default_attention(StableLmConfig(), packed=True, device=cpu) == "sdpa"
 
     gpu = torch.device("cuda", 0)

@@ -37,7 +37,7 @@ def measure_pass(model: nn.Module, folder: Path) -> int:
     profiler.export_chrome_trace(str(trace_file))
     events = json.loads(trace_file.read_text())["traceEvents"]
 
-    # Each entry has the bytes of an allocation, and the total after it.
+    # Each entry has the bytes of an allocation, and the total after the allocation.
     allocations = [event["args"] for event in events if event["name"] == "[memory]"]
     total_before = allocations[0]["Total Allocated"] - allocations[0]["Bytes"]
     peak = max(allocation["Total Allocated"] for allocation in allocations)

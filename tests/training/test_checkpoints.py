@@ -235,8 +235,8 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
     assert num_tensors["multi_modal_projector", 0.0] == 2  # the biases of two linear layers
     assert num_tensors["multi_modal_projector.norm", 0.0] == 2  # the norm's weight and bias
     assert ("multi_modal_projector.norm", 0.1) not in num_tensors
-    # Llava reads the output of the encoder's second layer, so two layers and the embeddings before them are trained. A
-    # layer has 16 tensors, and the embeddings have 3.
+    # Llava reads the output of the encoder's second layer, so only the embeddings and two layers are trained. A layer
+    # has 16 tensors, and the embeddings have 3.
     num_vision_tensors = num_tensors["vision_tower", 0.1] + num_tensors["vision_tower", 0.0]
     assert num_vision_tensors == 2 * 16 + 3
 
@@ -256,8 +256,8 @@ def test_the_rehearsal_leaves_no_trace(
     """A run begins with a rehearsal, which tries whether the largest batches fit into memory.
 
     The rehearsal has two passes: one over the batch with most tokens, and one over the batch with most pictures. The
-    second pass keeps the gradients of the first only if training accumulates gradients too. Otherwise the rehearsal
-    would need more memory than training, and refuse runs that fit.
+    second pass keeps the gradients of the first pass only if training accumulates gradients too. Otherwise the
+    rehearsal would need more memory than training, and refuse runs that fit.
     """
     original_compute_loss = NormLlavaTrainer.compute_loss
     starts_with_gradients = []  # for each pass, whether any gradients exist at its start
@@ -306,7 +306,7 @@ def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
     """A pass over an input of `too_many_elements` or more elements runs out of simulated memory."""
     data = Path(finished_fields["dataset_name"])
 
-    # One row is long and has no picture, so that the batch with most tokens is not the one with most pictures.
+    # One row is long and has no picture, so that one batch has most tokens, and another batch has most pictures.
     rows = json.loads(data.read_text())
     rows[0] = {"conversations": [{"from": "human", "value": "Say it."}, {"from": "gpt", "value": "so " * 100}]}
     (tmp_path / "rows.json").write_text(json.dumps(rows))

@@ -139,7 +139,7 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     assert gradient_with_blank is not None
     assert not gradient_with_blank.any()
 
-    # Stage "align" trains only the projector, so without the blank picture its backward pass fails.
+    # Stage "align" trains only the projector, so without the blank picture the backward pass fails.
     prepare_stage(model, Stage.ALIGN, LearningRates(common=1e-3, vision=0.0, norm=1e-3))
     loss_and_projector_gradient(model, batch)
     with pytest.raises(RuntimeError, match="does not require grad"):

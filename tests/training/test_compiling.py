@@ -105,7 +105,7 @@ def test_hooks_on_layers_are_always_called_and_hooks_inside_layers_only_in_eval_
 
 
 def count_saved_elements(model: Any) -> int:
-    """Run a forward pass, and return the number of elements of all tensors that it keeps for the backward pass."""
+    """The number of elements of all tensors that a forward pass keeps for the backward pass."""
     sizes: list[int] = []
 
     def record_size(tensor: torch.Tensor) -> torch.Tensor:

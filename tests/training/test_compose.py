@@ -123,7 +123,7 @@ def test_the_language_model_gives_the_same_logits_as_before(
     with torch.no_grad():
         logits = model(input_ids=input_ids).logits
         expected_logits = language_model(input_ids=input_ids).logits
-    # The language model has 320 embeddings. The composed model may have one more, for image tokens.
+    # The language model has 320 embeddings. The composed model may have one more embedding, for image tokens.
     assert torch.equal(logits[..., :320], expected_logits)
 
 
@@ -189,7 +189,7 @@ def test_all_of_a_wide_picture_is_seen_unless_it_is_cropped(backbones: Callable[
     _, processor = compose(*folders)
     assert shows_edge(processor)
 
-    # `center_crop` crops pictures if the encoder's own processor does. SigLIP's processor squashes them.
+    # `center_crop` crops pictures if the encoder's own processor does. SigLIP's processor squashes pictures.
     _, processor = compose(*folders, center_crop=True)
     is_cropped = vision != "siglip"
     assert shows_edge(processor) is not is_cropped
@@ -543,7 +543,7 @@ def test_buffers_that_checkpoints_lack_are_filled_on_loading(parts: tuple[str, s
 
 
 def test_only_a_llava_checkpoint_is_converted(composed: Callable[..., Path]) -> None:
-    # Converting a NormLlava would replace its norm layer, and with it a trained gain.
+    # Converting a NormLlava would replace a trained norm layer.
     with pytest.raises(ValueError, match="has model_type 'normllava', a Llava is needed"):
         convert_llava(str(composed()))
 

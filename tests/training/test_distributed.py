@@ -83,7 +83,7 @@ def assert_same_weights(folder: Path, expected_folder: Path, start: Path) -> Non
     weights_before = load_weights(start)
     assert weights.keys() == weights_before.keys()
     for name, weight in weights.items():
-        # The softmax cancels the bias of keys. So its gradient is only rounding, which Adam scales up.
+        # The softmax cancels the bias of keys. So the gradient is only rounding, which Adam scales up.
         if name.endswith("k_proj.bias"):
             continue
         distance_moved = (expected_weights[name] - weights_before[name]).norm()
@@ -134,8 +134,8 @@ def test_two_processes_train_as_one_process_which_can_resume_their_run(
 def test_losses_are_those_of_one_process(
     composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    # An epoch of 25 rows has three steps of 8 rows, and a fourth step of one row, for which all processes but one get
-    # an empty batch.
+    # An epoch of 25 rows has three steps of 8 rows, and a fourth step of one row. In the fourth step, only one process
+    # has a row, and the others get an empty batch.
     rows = json.loads(data.read_text())[:25]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "image_folder": str(data.parent)}

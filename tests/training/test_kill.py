@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 ADAPT = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4}
 # `None` takes a field of `FAST` out of the recipe.
 STREAM = {"dataset_streaming": True, "max_steps": 8, "global_batch_size": None, "gradient_accumulation_steps": 2}
-# The recipe fields of each kind of run. The last kind trains key adapters, so its model has them.
+# The recipe fields of each kind of run. The last kind has a model with key adapters, and trains them.
 KINDS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": "align"},
     "stage 2": INSTRUCT,

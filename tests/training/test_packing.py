@@ -206,7 +206,7 @@ def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_proc
     sample_numbers = [number for packed_row in first_epoch for number in packed_row]
     assert sorted(sample_numbers) == list(range(num_samples))
 
-    # Each optimizer step has the same samples as it would have with one process and one packed row a step.
+    # Each optimizer step has the same samples as with one process and one packed row a step.
     rows_per_step = accumulation_steps * num_processes
     samples_of_steps = packed_batches(lengths, samples_per_step, num_processes=1, accumulation_steps=1, seed=42)
     assert len(samples_of_steps) == math.ceil(num_samples / samples_per_step)
@@ -230,9 +230,10 @@ def test_a_sample_that_is_too_long_with_the_blank_picture_is_refused() -> None:
 
 
 def test_a_step_whose_samples_do_not_fit_is_refused() -> None:
-    """A step has four samples of 500 tokens, and each of three processes has rows of 800 tokens.
+    """A step has four samples of 500 tokens, and each of three processes has packed rows of 800 tokens.
 
-    With one accumulation step a row would have two samples. With two, there would be six rows for four samples.
+    With one accumulation step, a packed row would have two samples. With two accumulation steps, there would be six
+    packed rows for four samples.
     """
     sizes = Dataset.from_dict({"length": [500] * 9, "num_tiles": [0] * 9})
     with pytest.raises(ValueError, match="samples of a step can't be packed into rows of 800 tokens on 3 process"):

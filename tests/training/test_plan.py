@@ -152,7 +152,7 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     in_bfloat16 = make_plan({**fields, "bf16": True}, batch)
     num_in_float32 = num_trained
     if stage == "instruct":
-        # The encoder's last layer isn't trained, but stays float32 too, because its input from trained layers is.
+        # The encoder's last layer isn't trained, but stays float32, because trained layers give it float32 input.
         num_in_float32 = num_all
     assert in_bfloat16.weights == 4 * num_in_float32 + 2 * (num_all - num_in_float32)
 

@@ -208,7 +208,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished_without_another_step
 ) -> None:
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
-    # A constant learning rate, because the default one is 0 at the end, where another step would change no weight.
+    # The learning rate is constant, so that another step would change weights. The default rate is 0 at the end.
     fields = {**finished_fields, **duration, "lr_scheduler_type": "constant"}
     run(tmp_path, **{**fields, "output_dir": str(unbroken)})
 

@@ -175,7 +175,7 @@ def test_a_bad_row_stops_a_stream_if_the_recipe_says_so(tmp_path: Path) -> None:
 
 
 def test_a_stream_of_nothing_but_bad_rows_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream begins anew at its end, so without a limit this one would be read forever."""
+    """A stream begins anew at its end, so without a limit this stream would be read forever."""
     bad_row = {"conversations": make_turns(shard=0, number=4)}  # has no answer
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([bad_row] * 3))

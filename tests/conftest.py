@@ -273,7 +273,7 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("always_a")
 
     def model_folder(ends: bool = True) -> Path:
-        folder = root / f"ends={ends}"
+        folder = root / f"ends_{ends}"
         if folder.exists():
             return folder
 

@@ -157,7 +157,7 @@ def test_norms_of_a_blank_picture_are_not_logged(
     row_without_pictures = rows[1]
     assert "norm/visual" not in measure_norms([row_without_pictures])
 
-    # After the norm layer, a token's L2 norm is about that of the layer's gain.
+    # After the norm layer, a token's L2 norm is about the norm of the layer's gain.
     expected = model.model.multi_modal_projector.norm.weight.norm().item()
     assert measure_norms(rows)["norm/visual"] == pytest.approx(expected, rel=0.05)
 

@@ -183,9 +183,9 @@ def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe
     # Count a real pass of the same model, with eager attention.
     config = NormLlavaConfig.from_pretrained(recipe["model_name_or_path"])
     run_args, args = parse_arguments([f"--{name}={value}" for name, value in fields.items()])
-    eager = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    trained, _ = prepare_model(eager, run_args, args, torch.float32)
-    model = base_model(trained.train())
+    model = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model, _ = prepare_model(model, run_args, args, torch.float32)
+    model = base_model(model.train())  # without PEFT's wrapper
     input_ids = torch.full((1, num_tokens), 5)  # any token of text
     input_ids[0, : config.image_seq_length] = config.image_token_id
     with FlopCounterMode(display=False) as counter:

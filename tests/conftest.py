@@ -1,15 +1,15 @@
 """Fixtures that many tests share: small random backbones and models in checkpoint folders, made once a run."""
 
-# ruff: noqa: E402 - caches and the backend must be named before datasets, transformers and matplotlib are imported
+# ruff: noqa: E402 - these environment variables must be set before datasets, transformers and matplotlib are imported
 import os
 import tempfile
 
 
-# Each run of the tests, and each worker of pytest-xdist, has caches of its own, which are deleted when it ends.
+# Each run of the tests, and each worker of pytest-xdist, has caches of its own, which are deleted at its end.
 _caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 os.environ["HF_DATASETS_CACHE"] = os.path.join(_caches.name, "datasets")
 os.environ["HF_MODULES_CACHE"] = os.path.join(_caches.name, "modules")
-os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib opens no window; processes that tests start inherit this
+os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib opens no window, also in processes that tests start
 
 import signal
 import subprocess
@@ -53,16 +53,15 @@ from training.add_key_adapters import add_key_adapters
 from training.compose import compose
 
 
-# Some tests send the signal of Ctrl-C. A process that a shell started in the background ignores this signal, so the
-# usual handler is set again.
+# Some tests send the signal of Ctrl-C, which pytest ignores if a shell started it in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files whose tests start several processes, or a server on a port. One worker of pytest-xdist runs them all, so that
 # no two run at the same time.
 IN_ONE_WORKER = ("test_distributed.py", "test_kill.py", "test_serving.py", "test_space.py")
 
-# The sizes of the random backbones. The vocabulary has room for 256 bytes and the special tokens. A vision encoder
-# makes 2 x 2 patches of a picture, since 28 / 14 is 2.
+# The sizes of the random backbones. The vocabulary has room for 256 bytes and the special tokens. A picture of 28 x 28
+# pixels has 2 x 2 patches.
 TEXT_SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "vocab_size": 320,
@@ -77,7 +76,7 @@ VISION_SIZES = {
 class TextFamily:
     """A family of language models: its classes, and its tokenizer's special tokens.
 
-    `other_tokens` are special tokens of its chat format, and tokens that it leaves unused.
+    `other_tokens` are all special tokens except BOS and EOS, including `pad_token`.
     """
 
     config_class: type
@@ -121,8 +120,7 @@ TEXT_FAMILIES = {
         other_tokens=("<start_of_turn>", "<pad>", "<unused0>"),
         pad_token="<pad>",
     ),
-    # As in Llama 2 and Vicuna, there is no unused special token that could be the image token, so composing has to add
-    # one.
+    # As in Vicuna, no special token is unused and could become the image token, so composing has to add a token.
     "vicuna": TextFamily(LlamaConfig, LlamaForCausalLM, bos_token="<s>", eos_token="</s>"),
 }
 VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")
@@ -135,7 +133,8 @@ def byte_tokenizer(family_name: str) -> PreTrainedTokenizerFast:
     if family.bos_token is not None:
         special_tokens.insert(0, family.bos_token)
 
-    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
+    vocabulary = {character: index for index, character in enumerate(characters)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -163,21 +162,20 @@ def text_model(family_name: str) -> PreTrainedModel:
     return family.model_class(config)
 
 
-def vision_model(family: str) -> tuple[PreTrainedModel, object]:
+def vision_model(family_name: str) -> tuple[PreTrainedModel, object]:
     """A small random vision encoder of a family, and its image processor."""
     size = VISION_SIZES["image_size"]
-    if family == "clip":
+    if family_name == "clip":
         processor = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
         return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
 
-    if family == "dinov2":
-        # DINOv2's processor on the Hub crops pictures to fewer pixels than the model was trained at. So does this one,
-        # to 14 instead of 28.
+    if family_name == "dinov2":
+        # As on the Hub, DINOv2's processor crops pictures to fewer pixels than the model's `image_size`: 14, not 28.
         processor = BitImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 14, "width": 14})
         return Dinov2Model(Dinov2Config(**VISION_SIZES)), processor
 
     processor = SiglipImageProcessor(size={"height": size, "width": size})
-    if family == "siglip":
+    if family_name == "siglip":
         return SiglipVisionModel(SiglipVisionConfig(**VISION_SIZES)), processor
 
     # SigLIP2 checkpoints of fixed resolution are whole SigLIP models, with a text encoder.
@@ -208,26 +206,26 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     """A function that gives the folder of a family's random backbone, which is saved on first use."""
     root = tmp_path_factory.mktemp("backbones")
 
-    def folder(family: str) -> Path:
-        path = root / family
-        if path.exists():
-            return path
+    def backbone_folder(family_name: str) -> Path:
+        folder = root / family_name
+        if folder.exists():
+            return folder
 
         set_seed(0)
-        if family in VISION_FAMILIES:
-            model, processor = vision_model(family)
+        if family_name in VISION_FAMILIES:
+            model, processor = vision_model(family_name)
         else:
-            model = text_model(family)
-            processor = byte_tokenizer(family)
-        model.save_pretrained(path)
-        processor.save_pretrained(path)
-        if family == "vicuna":
-            # Like Vicuna's own file, this one has options of sampling without `do_sample`. transformers reads such a
-            # file, but refuses to write it.
-            (path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
-        return path
+            model = text_model(family_name)
+            processor = byte_tokenizer(family_name)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        if family_name == "vicuna":
+            # Vicuna on the Hub has options of sampling without `do_sample`, which transformers reads, but refuses to
+            # save.
+            (folder / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+        return folder
 
-    return folder
+    return backbone_folder
 
 
 @pytest.fixture(scope="session")
@@ -238,7 +236,7 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     """
     root = tmp_path_factory.mktemp("composed")
 
-    def folder(
+    def model_folder(
         vision: str = "siglip",
         text: str = "qwen2",
         projector_norm: str = "gwc",
@@ -246,9 +244,9 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         spatial_merge_size: int = 1,
         max_tiles: int = 1,
     ) -> Path:
-        path = root / f"{vision}-{text}-{projector_norm}-{key_adapter_rank}-{spatial_merge_size}-{max_tiles}"
-        if path.exists():
-            return path
+        folder = root / f"{vision}-{text}-{projector_norm}-{key_adapter_rank}-{spatial_merge_size}-{max_tiles}"
+        if folder.exists():
+            return folder
 
         model, processor = compose(
             str(backbones(vision)),
@@ -257,13 +255,13 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
             spatial_merge_size=spatial_merge_size,
             max_tiles=max_tiles,
         )
-        if key_adapter_rank:  # 0 stands for no key adapters
+        if key_adapter_rank > 0:
             model = add_key_adapters(model, key_adapter_rank, alpha=2 * key_adapter_rank, dropout=0.05)
-        model.save_pretrained(path)
-        processor.save_pretrained(path)
-        return path
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        return folder
 
-    return folder
+    return model_folder
 
 
 @pytest.fixture(scope="session")
@@ -274,50 +272,50 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     """
     root = tmp_path_factory.mktemp("always_a")
 
-    def folder(ends: bool = True) -> Path:
-        path = root / ("ends" if ends else "goes_on")
-        if path.exists():
-            return path
+    def model_folder(ends: bool = True) -> Path:
+        folder = root / f"ends_{ends}"
+        if folder.exists():
+            return folder
 
         model = NormLlavaForConditionalGeneration.from_pretrained(composed())
         processor = AutoProcessor.from_pretrained(composed())
         answer_always(model, processor.tokenizer, ends)
-        model.save_pretrained(path)
-        processor.save_pretrained(path)
-        return path
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        return folder
 
-    return folder
+    return model_folder
 
 
 @torch.no_grad()
 def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, ends: bool) -> None:
     """Change a model's weights in place, so that it answers "A", and then ends its turn or goes on with commas."""
     letter, comma, end_of_turn = tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
-    # No layer adds anything, so the next token depends on the embedding of the last token alone.
+    # With the outputs of all layers at 0, the next token depends only on the embedding of the last token.
     for layer in model.model.language_model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
 
-    # Unit 0 is on for all tokens, and raises the letter's logit. Unit 1 is on, more strongly, for the letter and the
-    # comma, and raises the logit of the token that follows them.
+    # In every embedding, dimension 0 is 1, and raises the letter's logit. In the embeddings of the letter and the
+    # comma, dimension 1 is 10, and raises the logit of the token that follows both.
     embeddings = model.get_input_embeddings().weight
     embeddings.zero_()
     embeddings[:, 0] = 1.0
     embeddings[[letter, comma], 1] = 10.0
-    head = model.get_output_embeddings().weight
-    head.zero_()
-    head[letter, 0] = 1.0
-    following = end_of_turn if ends else comma
-    head[following, 1] = 1.0
+    lm_head = model.get_output_embeddings().weight
+    lm_head.zero_()
+    lm_head[letter, 0] = 1.0
+    token_after_letter = end_of_turn if ends else comma
+    lm_head[token_after_letter, 1] = 1.0
 
 
 @pytest.fixture(scope="session")
 def harness_python() -> Path:
-    """The Python of the environment with the evaluation harnesses, which is made if it is missing."""
+    """The Python of `.venv-evaluation`, the environment with the evaluation harnesses, made if it is missing."""
     root = Path(__file__).parents[1]
-    make = ["make", ".venv-evaluation/installed", f"PYTHON={sys.executable}"]
-    installed = subprocess.run(make, cwd=root, capture_output=True, text=True)
-    assert installed.returncode == 0, f"the environment could not be made:\n{installed.stderr[-3000:]}"
+    command = ["make", ".venv-evaluation/installed", f"PYTHON={sys.executable}"]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, f"the environment could not be made:\n{result.stderr[-3000:]}"
     return root / ".venv-evaluation/bin/python"
 
 
@@ -330,5 +328,6 @@ def model(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
 @pytest.fixture
 def picture() -> Image.Image:
     """A picture of 40 x 30 pixels that is black at the top and white at the bottom."""
-    pixels = torch.linspace(0, 255, 40 * 30 * 3).to(torch.uint8).reshape(30, 40, 3)
+    pixels = torch.linspace(0, 255, 30 * 40 * 3).to(torch.uint8)
+    pixels = pixels.reshape(30, 40, 3)  # [height, width, channels]
     return Image.fromarray(pixels.numpy())

@@ -27,8 +27,7 @@ LEVELS = (
     ("hub_cards",),
     ("examples", "benchmarks", "docs"),
 )
-# The level of each package.
-LEVEL_OF: dict[str, int] = {}
+LEVEL_OF: dict[str, int] = {}  # the level of each package
 for level, packages in enumerate(LEVELS):
     for package in packages:
         LEVEL_OF[package] = level
@@ -42,9 +41,9 @@ PACKAGES_OF_EXTRA = {
     "evaluation": ("evaluation",),
     "release": ("hub_cards",),
 }
-# For each extra, the distributions (what pip installs under a name) that are needed, though our code doesn't import
-# them: transformers imports Pillow for pictures and bitsandbytes for quantized weights, lmms-eval imports filelock,
-# and lm-eval is run as a command.
+# For each extra, the distributions (what pip installs under a name) that our code needs without importing them:
+# transformers imports Pillow for pictures and bitsandbytes for quantized weights, lmms-eval imports filelock, and
+# lm-eval is run as a command.
 NOT_IMPORTED = {"": {"pillow"}, "train": {"bitsandbytes"}, "evaluation": {"filelock", "lm-eval"}}
 
 
@@ -66,7 +65,7 @@ def imports_by_module(package: str) -> dict[str, set[str]]:
 
 
 def imported_names(node: ast.AST, package: str) -> set[str]:
-    """The names of modules, and of what is in them, that a statement in a module of `package` imports."""
+    """The names that a statement in a module of `package` imports. `from a import b` gives `a` and `a.b`."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):
@@ -76,11 +75,11 @@ def imported_names(node: ast.AST, package: str) -> set[str]:
     is_relative = node.level > 0
     if is_relative:  # no package has a package inside, so the import is relative to the package itself
         module = f"{package}.{module}".rstrip(".")
-    return {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return {module} | {f"{module}.{alias.name}" for alias in node.names}
 
 
 def imported_packages(package: str) -> set[str]:
-    """The top-level packages that a package imports, without itself."""
+    """The other top-level packages that a package imports."""
     packages = set()
     for names in imports_by_module(package).values():
         packages |= {name.split(".")[0] for name in names}
@@ -104,7 +103,7 @@ def test_every_package_has_a_level() -> None:
 
 
 @pytest.mark.parametrize("package", LEVEL_OF)
-def test_the_modules_of_a_package_import_each_other_in_no_circle(package: str) -> None:
+def test_the_modules_of_a_package_do_not_import_each_other_in_a_circle(package: str) -> None:
     names_by_module = imports_by_module(package)
     modules = names_by_module.keys()
     imported_modules = {}
@@ -114,7 +113,7 @@ def test_the_modules_of_a_package_import_each_other_in_no_circle(package: str) -
 
 
 def requirements_of(extra: str) -> list[Requirement]:
-    """The requirements that pyproject.toml lists for an extra, or for "" those without an extra."""
+    """The requirements that pyproject.toml lists for an extra. "" stands for those that need no extra."""
     lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
     return [Requirement(line) for line in lines]
 
@@ -122,14 +121,14 @@ def requirements_of(extra: str) -> list[Requirement]:
 def named_by(extra: str) -> set[str]:
     """The distributions that an extra names itself, without those of the extras that it includes."""
     names = {canonicalize_name(requirement.name) for requirement in requirements_of(extra)}
-    return names - {PROJECT["name"]}
+    return names - {PROJECT["name"]}  # normllava[train] includes the extra "train"
 
 
 def installed_by(extra: str) -> set[str]:
     """All distributions named in pyproject.toml that pip installs with an extra."""
     names = named_by("") | named_by(extra)
     for requirement in requirements_of(extra):
-        if requirement.name == PROJECT["name"]:  # such as normllava[train], which includes the extra "train"
+        if requirement.name == PROJECT["name"]:
             for included_extra in requirement.extras:
                 names |= installed_by(included_extra)
     return names
@@ -148,7 +147,7 @@ def needed_by(packages: Sequence[str]) -> set[str]:
     needed = set()
     for name in top_level_names - LEVEL_OF.keys() - sys.stdlib_module_names:
         # A distribution that isn't installed here is taken to have the name of its module. If several distributions
-        # have the module, the first one counts.
+        # have the module, the first distribution counts.
         distribution_names = distributions.get(name, [name])
         needed.add(canonicalize_name(distribution_names[0]))
     return needed

@@ -22,7 +22,7 @@ TESTS = [
     "tests/training/test_sft.py",
     "tests/training/test_resume.py::test_a_resumed_run_gives_the_weights_of_an_unbroken_one",
 ]
-# A program that prints both versions, such as "transformers==5.18.0 trl==1.16.0".
+# A program that prints, for example, "transformers==5.18.0 trl==1.16.0".
 PRINT_VERSIONS = "import transformers as t, trl; print(f'transformers=={t.__version__} trl=={trl.__version__}')"
 
 
@@ -31,14 +31,14 @@ def run_pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def install_beside(folder: Path, *requirements: str) -> None:
-    """Install into a folder those distributions that the requirements need and this environment doesn't have."""
-    # A download shows whether pip reaches an index of packages. Without an index, pip would take the installed
-    # versions for the newest.
+    """Install into a folder what the requirements need and this environment doesn't have."""
+    # Without an index of packages, pip would take the installed versions for the newest, so a download shows whether
+    # pip reaches an index.
     download = run_pip("download", "--quiet", "--no-deps", "--dest", str(folder / "download"), "trl")
     if download.returncode != 0:
         pytest.skip(f"pip can't download trl: {download.stderr.splitlines()[-1]}")
 
-    # First pip only reports what it would install.
+    # Let pip report which versions it would install.
     report_file = folder / "report.json"
     dry_run = run_pip("install", "--quiet", "--upgrade", "--dry-run", "--report", str(report_file), *requirements)
     assert dry_run.returncode == 0, dry_run.stderr
@@ -56,8 +56,9 @@ def pin_lowest(name: str) -> str:
     """The requirement that pins a dependency to the lowest version that training allows, such as "trl==1.16"."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = pyproject["project"]["optional-dependencies"]["train"]
-    specifiers = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
-    (lowest_version,) = (bound.version for bound in specifiers[name] if bound.operator == ">=")
+    requirements = [Requirement(line) for line in lines]
+    (requirement,) = [requirement for requirement in requirements if requirement.name == name]
+    (lowest_version,) = [bound.version for bound in requirement.specifier if bound.operator == ">="]
     return f"{name}=={lowest_version}"
 
 
@@ -82,7 +83,7 @@ def test_the_tests_pass_with_other_versions(
     versions = printed.stdout.strip()
     for requirement in requirements:
         assert requirement in versions  # such as "trl==1.16", or "trl" for the newest
-    no_cache = ("-p", "no:cacheprovider")  # so that this run doesn't replace the outer run's list of failed tests
+    no_cache = ("-p", "no:cacheprovider")  # so that these tests don't replace the outer pytest's list of failed tests
     result = run_python("-m", "pytest", "-q", *no_cache, *TESTS)
     with capsys.disabled():
         print(f"\n{versions}: {result.stdout.splitlines()[-1]}")  # noqa: T201 - shows which versions were tested

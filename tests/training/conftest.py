@@ -1,6 +1,6 @@
 """Data and runs that the tests of training share.
 
-The fixture `composed`, in tests/conftest.py, is a function that gives the folder of a tiny model.
+The fixture `composed`, in tests/conftest.py, is a function that returns the folder of a tiny model.
 """
 
 import json
@@ -20,7 +20,7 @@ from script_runs import INSTRUCT, run
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of a LLaVA JSON file of 30 rows, in the folder with their pictures.
 
-    Rows 0 to 3, 12 and 20 have no picture. The other 24 rows have one each.
+    Rows 0 to 3, 12 and 20 have no picture. The other 24 rows have one picture each.
     """
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
@@ -41,7 +41,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(composed: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def finished_fields(
+    composed: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """The recipe fields of a run that has finished.
 
     The run has trained for eight steps, and has left checkpoints 3, 6 and 8 in its `output_dir`. All tests share this
@@ -55,9 +57,9 @@ def finished(composed: Callable[..., Path], data: Path, tmp_path_factory: pytest
 
 
 @pytest.fixture
-def copied(finished: dict[str, Any], tmp_path: Path) -> Path:
-    """An output folder as the finished run would have left it if it had been killed after checkpoint 6."""
-    finished_dir = Path(finished["output_dir"])
+def killed_dir(finished_fields: dict[str, Any], tmp_path: Path) -> Path:
+    """A copy of the finished run's output folder, as if the run had been killed after checkpoint 6."""
+    finished_dir = Path(finished_fields["output_dir"])
     copy = tmp_path / "out"
     for name in ("checkpoint-3", "checkpoint-6"):
         shutil.copytree(finished_dir / name, copy / name)

@@ -13,7 +13,7 @@ original_init = PartialState.__init__
 
 
 def init_as_on_gpus(self: PartialState, *args: Any, **kwargs: Any) -> None:
-    """Initialize accelerate's state, and then replace "several CPUs" in it by "several GPUs"."""
+    """Initialize accelerate's state, with several GPUs in place of several CPUs."""
     original_init(self, *args, **kwargs)
     if self.distributed_type is DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.MULTI_GPU

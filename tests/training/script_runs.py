@@ -15,8 +15,7 @@ from training import sft
 from training.collator import VisionLanguageCollator
 
 
-# The repository's folder.
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]  # the repository's folder
 # Recipe fields with which the tests' tiny model trains fast on a CPU.
 FAST = {
     "use_cpu": True,
@@ -29,8 +28,9 @@ FAST = {
     "gradient_checkpointing": False,
     "num_train_epochs": 1,
 }
-# Recipe fields of stage "instruct", and of a run with packed rows. A packed row is a batch by itself.
+# Recipe fields of stage "instruct".
 INSTRUCT = {"stage": "instruct", "vision_learning_rate": 2e-4}
+# Recipe fields of a run with packed rows, each of which is a batch.
 PACKED = {"packed_length": 120, "per_device_train_batch_size": 1}
 # The name of the projector's norm layer, which begins the names of its weights.
 NORM = "model.multi_modal_projector.norm"
@@ -38,14 +38,14 @@ NORM = "model.multi_modal_projector.norm"
 
 def dump_recipe(**fields: Any) -> str:
     """The text of a recipe with these fields. A field that is `None` is left out."""
-    fields = {name: value for name, value in fields.items() if value is not None}
-    return yaml.safe_dump(fields)
+    present = {name: value for name, value in fields.items() if value is not None}
+    return yaml.safe_dump(present)
 
 
 def run(folder: Path, **fields: Any) -> None:
-    """Run the training script in this process.
+    """Run the training script in this process, with a recipe of the fields of `FAST` and `fields`.
 
-    The recipe is written into `folder`. It has the fields of `FAST`, except where `fields` has others.
+    The recipe is written into `folder`. Where both have a field, `fields` wins.
     """
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**{**FAST, **fields}))
@@ -57,23 +57,23 @@ def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> d
     processor = AutoProcessor.from_pretrained(folder)
     tokenize = RowTokenizer(processor, processor.chat_template)
     collator = VisionLanguageCollator(tokenize, packed)
-    check = RowCheck(tokenize)
-    return collator([check(row) for row in rows])
+    check_and_tokenize = RowCheck(tokenize)
+    return collator([check_and_tokenize(row) for row in rows])
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The lines of a run's `metrics.jsonl`: about training steps, about evaluations, and last about the whole run."""
+    """The lines of a run's `metrics.jsonl`: on training steps and evaluations, and last on the whole run."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def read_steps(folder: Path) -> list[dict[str, float]]:
-    """The lines of a run's `metrics.jsonl` about training steps."""
+    """The lines of a run's `metrics.jsonl` on training steps."""
     return [line for line in read_metrics(folder) if "loss" in line]  # an evaluation has "eval/loss" instead
 
 
 def load_weights(folder: Path, file_name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    """The weights of a model or adapter, by name."""
+    """The weights of the model or adapter in a folder, by name."""
     return load_file(folder / file_name)
 
 

@@ -61,14 +61,14 @@ def test_adapters_of_quantized_layers_and_the_projector_are_trained(
     quantized_layers = {name for name, module in modules if isinstance(module, bnb.nn.Linear4bit)}
     adapted_model = add_adapters(quantized_model, rank=4, alpha=8)
 
-    # PEFT has changed `quantized_model` in place: each layer that it adapts has got a module `lora_A`.
+    # PEFT has changed `quantized_model` in place: each adapted layer has a new module `lora_A`.
     adapted_layers = set()
     for name, _ in quantized_model.named_modules():
         if name.endswith(".lora_A"):
             adapted_layers.add(name.removesuffix(".lora_A"))
     assert adapted_layers == quantized_layers
 
-    # Each adapter has two weights. The projector has the weights and biases of two linear layers and of its norm.
+    # Each adapter has two weights. The projector has the weights and biases of two linear layers and a norm layer.
     trained = [name for name, parameter in adapted_model.named_parameters() if parameter.requires_grad]
     trained_in_adapters = [name for name in trained if ".lora_" in name]
     trained_in_projector = [name for name in trained if ".multi_modal_projector.modules_to_save." in name]
@@ -82,7 +82,7 @@ def has_lora(model: torch.nn.Module) -> bool:
 
 
 def test_adapters_in_float32_get_a_bfloat16_input_as_it_is(composed: Callable[..., Path]) -> None:
-    """PEFT would cast the input to the adapter's float32, and autocast would cast it back."""
+    """PEFT would cast the input to the adapter's float32, and autocast would cast it back to bfloat16."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     adapted = add_adapters(model, rank=2, alpha=4)
     layer = adapted.base_model.model.model.language_model.layers[0].self_attn.q_proj
@@ -123,7 +123,7 @@ def test_an_adapter_loads_only_on_a_base_with_all_weights(
     devices = {parameter.device.type for parameter in loaded.parameters()}
     assert devices == {"cpu"}  # and not "meta", whose parameters have no data
 
-    # Take the weight and the bias of a linear layer out of the base.
+    # Delete the weight and the bias of a linear layer from the base.
     weights = load_weights(base)
     remaining = {name: weight for name, weight in weights.items() if "multi_modal_projector.linear_1" not in name}
     save_file(remaining, base / "model.safetensors", metadata={"format": "pt"})
@@ -151,7 +151,7 @@ def test_an_adapters_base_is_quantized_once(
     monkeypatch.setattr(bnb.functional, "quantize_4bit", quantize_and_record_shape)
     in_4bit = BitsAndBytesConfig(load_in_4bit=True)
     NormLlavaForConditionalGeneration.from_pretrained(composed(), quantization_config=in_4bit)
-    shapes_of_base = sorted(quantized_shapes)  # each weight once, as there is no adapter yet
+    shapes_of_base = sorted(quantized_shapes)  # without an adapter, each weight is quantized once
     assert len(shapes_of_base) > 0
 
     quantized_shapes.clear()
@@ -188,7 +188,7 @@ def test_a_run_learns(adapter: Path) -> None:
     steps = read_steps(adapter)
     losses = [step["loss"] for step in steps]
     assert losses == sorted(losses, reverse=True)  # the loss falls from each logged step to the next
-    # The head is random and frozen, so the loss can't fall far, but the right token often becomes the most likely one.
+    # The LM head is random and frozen, so the loss can't fall far, but the right token often becomes the likeliest.
     assert steps[0]["mean_token_accuracy"] < 0.2
     assert steps[-1]["mean_token_accuracy"] > 0.5
 
@@ -198,7 +198,7 @@ def test_weights_are_trained_and_saved_in_float32(composed: Callable[..., Path],
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     gain = saved["base_model.model.model.multi_modal_projector.norm.weight"]
     gain_before = load_weights(composed())["model.multi_modal_projector.norm.weight"]
-    assert (gain != gain_before).all()  # in bfloat16, rounding would have kept some gains where they were
+    assert (gain != gain_before).all()  # in bfloat16, rounding would have left some gains unchanged
 
 
 def load_on_base(folder: Path, adapter: Path) -> peft.PeftModel:
@@ -207,7 +207,7 @@ def load_on_base(folder: Path, adapter: Path) -> peft.PeftModel:
     return peft.PeftModel.from_pretrained(base, adapter).eval()
 
 
-def test_a_runs_adapter_loads_with_the_weights_that_were_saved(composed: Callable[..., Path], adapter: Path) -> None:
+def test_an_adapter_loads_with_the_weights_that_its_run_saved(composed: Callable[..., Path], adapter: Path) -> None:
     saved = load_weights(adapter, "adapter_model.safetensors")
     adapted_model = load_on_base(composed(), adapter)
     for name, tensor in peft.get_peft_model_state_dict(adapted_model).items():
@@ -227,7 +227,7 @@ def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapte
     assert file_names >= {
         "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
     }  # fmt: skip
-    # The merged folder also has the files of the run, of which a model card is made.
+    # The merged folder also has the run's files, from which a model card is made.
     for name in ("run.json", "trainer_state.json", "metrics.jsonl"):
         assert (merged_folder / name).read_bytes() == (adapter / name).read_bytes()
 
@@ -256,15 +256,15 @@ def test_a_run_that_starts_from_an_adapter_is_refused(data: Path, adapter: Path,
 def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
-    # Take one weight out of the adapter's file: first the gain of the projector's norm, then a LoRA matrix.
+    # Delete one weight from the adapter's file: first the gain of the projector's norm, then a LoRA matrix.
     weights = load_weights(tmp_path, "adapter_model.safetensors")
-    for part in ("multi_modal_projector.norm.weight", "layers.0.self_attn.q_proj.lora_A"):
-        (missing,) = [name for name in weights if part in name]
+    for part_of_name in ("multi_modal_projector.norm.weight", "layers.0.self_attn.q_proj.lora_A"):
+        (missing,) = [name for name in weights if part_of_name in name]
         remaining = {name: weight for name, weight in weights.items() if name != missing}
         save_file(remaining, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"adapter does not fit. Weights missing: 1, first .*(norm|lora_A)"):
             AutoModelForImageTextToText.from_pretrained(tmp_path)
-        with pytest.raises((KeyError, ValueError), match=part):
+        with pytest.raises((KeyError, ValueError), match=part_of_name):
             merge(tmp_path)
 
 

@@ -64,16 +64,18 @@ def test_pictures_learn_to_point_at_their_captions(
         word_directions.append(word_embeddings.mean(dim=0) - vocabulary_mean)
 
     # Each picture points most closely at the word of its own colour.
-    picture_directions = image_tokens.mean(dim=1) - vocabulary_mean  # [4, hidden_size]
-    words = torch.stack(word_directions)  # [4, hidden_size]
-    cosines = torch.cosine_similarity(picture_directions[:, None], words[None], dim=-1)  # [picture, word]
-    assert cosines.argmax(dim=1).tolist() == [0, 1, 2, 3]
+    for index, tokens_of_picture in enumerate(image_tokens):
+        picture_direction = tokens_of_picture.mean(dim=0) - vocabulary_mean  # [hidden_size]
+        cosines = torch.cosine_similarity(picture_direction, torch.stack(word_directions), dim=-1)  # of the four words
+        assert cosines.argmax() == index
 
     # Image tokens have changed their directions, but not their mean norm.
     assert image_tokens.norm(dim=-1).mean() == pytest.approx(norm_before, rel=1e-3)
 
+    # Only the projector's linear layers have changed, and not its norm layer.
     linear_layers = ("model.multi_modal_projector.linear_1.", "model.multi_modal_projector.linear_2.")
-    changed = [name for name, weight in model.state_dict().items() if not torch.equal(weight, weights_before[name])]
+    weights = model.state_dict()
+    changed = [name for name in weights if not torch.equal(weights[name], weights_before[name])]
     assert len(changed) > 0
     assert all(name.startswith(linear_layers) for name in changed)
     assert model.config.projector_aligned
@@ -87,7 +89,7 @@ def test_aligned_weights_do_not_depend_on_the_norm_of_image_tokens(
     for factor in (1, 30):
         model = NormLlavaForConditionalGeneration.from_pretrained(composed())
         projector = model.model.multi_modal_projector
-        projector.norm.weight.data *= factor  # this gain is proportional to the norm of image tokens
+        projector.norm.weight.data *= factor  # the norm of image tokens is proportional to this weight
         align(model, processor, load_rows(str(captions)), seed=0, steps=20)
         aligned_weights.append(projector.linear_2.weight)
     torch.testing.assert_close(aligned_weights[1], aligned_weights[0], rtol=1e-2, atol=1e-3)
@@ -97,7 +99,7 @@ def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
     processor = AutoProcessor.from_pretrained(composed())
     letters = list("abcdefgh")
-    # In each caption one letter follows twelve that all captions share. Each letter is a token.
+    # Each caption has twelve letters that all captions share, and one letter of its own. A letter is a token.
     captions = [f"xyxyxyxyxyxy{letter}" for letter in letters]
     letter_directions, _ = embed_captions(model, processor, letters)
     caption_directions, _ = embed_captions(model, processor, captions)
@@ -111,7 +113,7 @@ def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path
 def test_a_model_that_was_saved_is_aligned_in_its_dtype(
     composed: Callable[..., Path], captions: Path, tmp_path: Path
 ) -> None:
-    """Saving a model turns the dtype in its config into a string, so aligning can't take the dtype from there."""
+    """Saving a model turns the dtype in its config into a string, so aligning can't take the dtype from the config."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "saved")
     processor = AutoProcessor.from_pretrained(composed())
@@ -138,12 +140,12 @@ def test_a_row_without_a_picture_or_a_caption_is_named(composed: Callable[..., P
     rows = json.loads(captions.read_text())
     question = {"from": "human", "value": "Hi"}
     answer = {"from": "gpt", "value": "Ho"}
-    turns_by_message = {
+    turns_by_problem = {
         "0 pictures; aligning needs one": [question, answer],
         "no assistant turn": [question],
     }
-    for message, turns in turns_by_message.items():
+    for problem, turns in turns_by_problem.items():
         rows[3] = {"conversations": turns}
         captions.write_text(json.dumps(rows))
-        with pytest.raises(BadRowError, match=rf"captions.json, row 3: {message}"):
+        with pytest.raises(BadRowError, match=rf"captions.json, row 3: {problem}"):
             align(model, processor, load_rows(str(captions)), seed=0)

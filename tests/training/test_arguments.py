@@ -1,4 +1,4 @@
-"""Reading a run's arguments: wrong recipes are refused by messages that name the field, and right ones are read."""
+"""Reading a run's arguments: wrong recipes are refused with a message that names the field, right recipes are read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +52,7 @@ def change_recipe(recipe: Path, **changes: Any) -> list[str]:
 
 NO_DATASET_NAME = {"dataset_name": None}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-# Changes that make the fixture's recipe wrong, as for `change_recipe`, and a pattern of the message.
+# Changes, as for `change_recipe`, that make the fixture's recipe wrong, and a pattern of the message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_dir": None}, "output_dir is missing"),
     ({**NO_DATASET_NAME, "datasets": []}, "dataset_name is missing"),
@@ -126,17 +126,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_a_wrong_recipe_is_refused(recipe: Path, wrong: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_a_wrong_recipe_is_refused(recipe: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse_arguments(change_recipe(recipe, **wrong))
+        parse_arguments(change_recipe(recipe, **changes))
 
 
 @pytest.mark.parametrize(("name", "value"), [("stage", "both"), ("bf16", "maybe"), ("learning_rate", True)])
-def test_a_recipes_values_are_checked_as_the_command_lines_are(
+def test_argparse_checks_the_values_of_a_recipe_too(
     recipe: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any
 ) -> None:
-    """argparse refuses a value that is no choice of its option, or has another type."""
+    """argparse refuses a value that is no choice of an option, or has another type."""
     with pytest.raises(SystemExit):
         parse_arguments(change_recipe(recipe, **{name: value}))
     (line,) = capsys.readouterr().err.splitlines()
@@ -197,7 +197,7 @@ def test_several_gpus_in_one_process_are_refused(recipe: Path, monkeypatch: pyte
 
 def test_compiling_leaves_float32_as_precise_as_it_was(recipe: Path) -> None:
     _, args = parse_arguments(["--config", str(recipe), "--torch_compile", "true"])
-    assert args.tf32 is False  # transformers would turn on TF32 with torch.compile, which is less precise
+    assert args.tf32 is False  # with torch.compile, transformers would turn on TF32, which is less precise
 
 
 def set_capabilities(monkeypatch: pytest.MonkeyPatch, **capabilities: bool) -> None:
@@ -209,7 +209,8 @@ def assert_arithmetic(args: TrainingConfig, bf16: bool) -> None:
     """Check that all fields of these arguments agree on whether the run computes in bfloat16."""
     assert args.bf16 is bf16
     assert args.to_dict()["bf16"] is bf16
-    assert args.mixed_precision == ("bf16" if bf16 else "no")  # the field that accelerate reads
+    precision_of_accelerate = "bf16" if bf16 else "no"
+    assert args.mixed_precision == precision_of_accelerate
 
 
 @pytest.mark.parametrize(("capability", "is_fast"), [("amx_bf16", True), ("avx512_bf16", True), ("avx512_f", False)])
@@ -220,7 +221,7 @@ def test_a_cpu_that_is_fast_at_bfloat16_computes_in_bfloat16_unless_told_otherwi
     without_bf16 = change_recipe(recipe, bf16=None)
     _, args = parse_arguments(without_bf16)
     assert_arithmetic(args, bf16=is_fast)
-    assert args.frozen_dtype == torch.float32
+    assert args.frozen_dtype == torch.float32  # on a CPU, also with bf16
 
     _, args = parse_arguments([*without_bf16, "--bf16", "true"])
     assert_arithmetic(args, bf16=True)
@@ -245,8 +246,8 @@ def start_script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunArgu
 def test_a_resumed_run_keeps_the_arithmetic_and_attention_of_its_record(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_script: Callable[..., Any], is_fast: bool
 ) -> None:
-    # A new run on this machine would have bf16=is_fast. The output folder has two checkpoints: the older one records
-    # the same value, and the newer one the opposite.
+    # A new run on this machine would have bf16=is_fast. In the output folder, checkpoint 5 records the same value, and
+    # checkpoint 10 the opposite.
     set_capabilities(monkeypatch, amx_bf16=is_fast)
     environment = describe_environment("cpu", 1, resumed=False)
     recorded_arguments = {5: {"bf16": is_fast, "attn_implementation": "sdpa"}, 10: {"bf16": not is_fast}}
@@ -347,7 +348,7 @@ SMALL_MODELS = ("digits", "SmolLM2-135M-Instruct", "Qwen3-0.6B")
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_all_recipes_are_accepted_and_those_of_large_models_have_the_papers_settings(path: Path) -> None:
-    # On the CPU in float32, because a recipe's bf16 is refused on a machine without a device for it.
+    # The recipe is read for float32 on the CPU, because a recipe with bf16 is refused without a device for bfloat16.
     run_args, args = parse_arguments(["--config", str(path), "--bf16", "false", "--use_cpu", "true"])
     assert args.seed == 42
     assert args.weight_decay == 0
@@ -369,22 +370,22 @@ def test_all_recipes_are_accepted_and_those_of_large_models_have_the_papers_sett
 
 
 def test_pictures_are_opened_by_workers_where_there_is_a_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(12))
-    assert default_num_workers() == 8
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(12))  # a machine with 12 CPU cores
+    assert default_num_workers() == 8  # the most that a process gets
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert default_num_workers() == 3
+    assert default_num_workers() == 3  # 12 cores for 4 processes
 
     _, args = parse_arguments(change_recipe(recipe))
-    assert args.dataloader_num_workers == 0  # on a CPU
+    assert args.dataloader_num_workers == 0  # the recipe trains on the CPU
 
 
 def test_workers_of_a_stream_do_not_depend_on_the_machine(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainingConfig, "__post_init__", lambda args: None)  # which would read the device
+    monkeypatch.setattr(TrainingConfig, "__post_init__", lambda args: None)  # the real method would read the device
     monkeypatch.setattr("training.command_line.check_arguments", lambda run_args, args: None)
 
     _, args = parse_arguments(change_recipe(recipe, dataset_streaming=True, max_steps=2))
     assert args.dataloader_num_workers == 0
-    _, args = parse_arguments(change_recipe(recipe, dataloader_num_workers=3))
+    _, args = parse_arguments(change_recipe(recipe, dataloader_num_workers=3))  # the recipe still streams
     assert args.dataloader_num_workers == 3
     _, args = parse_arguments(change_recipe(recipe, dataset_streaming=False, dataloader_num_workers=None))
     assert args.dataloader_num_workers is None  # the device decides

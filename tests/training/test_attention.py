@@ -1,4 +1,4 @@
-"""Attention "varlen" computes what sdpa does, calls its kernel rightly, and refuses decoders that it doesn't fit."""
+"""Attention "varlen" computes what sdpa does, gives its kernel the right arguments, and refuses some decoders."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -50,21 +50,21 @@ LENGTHS = [9, 9, 1, 1, 1, 1, 17, 3, 12]
 def make_decoder(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """A small random language model in float64, in training mode. Its weights are the same for each attention."""
     set_seed(0)
-    config = copy.deepcopy(config)  # since the model writes its attention into its config
+    config = copy.deepcopy(config)  # the model writes its attention into this copy
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float64)
     return model.train()
 
 
 def packed_row(lengths: list[int]) -> dict[str, Any]:
     """A packed row of random tokens in the collator's format, for samples of these lengths."""
-    # The start of each sample, and the end of the last one.
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    # The start of each sample, and the end of the last sample.
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     generator = torch.Generator().manual_seed(1)
     return {
         "input_ids": torch.randint(SIZES["vocab_size"], (1, sum(lengths)), generator=generator),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "cu_seq_lens_q": starts,
-        "cu_seq_lens_k": starts,
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
     }
@@ -73,7 +73,7 @@ def packed_row(lengths: list[int]) -> dict[str, Any]:
 def loss_and_gradients(
     model: PreTrainedModel, rows: list[dict[str, Any]]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss, which is the sum of the squares of all the rows' logits, and its gradients by the parameters' names."""
+    """The sum of the squares of all rows' logits, as a loss, and the gradients by the parameters' names."""
     loss = torch.zeros((), dtype=torch.float64)
     for row in rows:
         logits = model(**row, use_cache=False).logits
@@ -83,11 +83,11 @@ def loss_and_gradients(
     return loss.detach(), gradients
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["no checkpointing", "checkpointing"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_varlen_and_sdpa_give_the_same_loss_and_gradients_of_packed_rows(family: str, checkpointing: bool) -> None:
     """With sdpa, transformers makes a packed row's mask from its `position_ids`."""
-    rows = [packed_row(LENGTHS), packed_row([20])]  # of several samples, and of a single one
+    rows = [packed_row(LENGTHS), packed_row([20])]  # of several samples, and of one sample
     sdpa = make_decoder(DECODERS[family], "sdpa")
     expected_loss, expected_gradients = loss_and_gradients(sdpa, rows)
 
@@ -144,7 +144,7 @@ def test_a_packed_row_with_a_blank_picture_has_the_same_logits_and_gradients_as_
         torch.testing.assert_close(results[name], expected, rtol=1e-12, atol=1e-12)
 
 
-# Attention masks of two rows of 20 tokens. In two of the masks a row has 13 tokens and 7 of padding.
+# Attention masks of two rows of 20 positions. In the padded masks, the second row has 13 tokens.
 MASKS: dict[str, torch.Tensor | None] = {
     "padded on the left": torch.tensor([[1] * 20, [0] * 7 + [1] * 13]),
     "padded on the right": torch.tensor([[1] * 20, [1] * 13 + [0] * 7]),
@@ -183,8 +183,8 @@ def test_a_packed_row_without_cu_seq_lens_is_refused() -> None:
         model(row["input_ids"], position_ids=row["position_ids"], use_cache=False)
 
 
-# Decoders for which "varlen" would compute something else, and a pattern of the error, which says what to use instead:
-# sdpa or eager.
+# Decoders for which "varlen" would give wrong results, and a pattern of the error, which names the attention to use
+# instead: sdpa or eager.
 REFUSED_DECODERS = {
     "a decoder that doesn't pass cu_seq_lens on": (NemotronConfig(**SIZES), "NemotronAttention isn't told .* sdpa"),
     "a decoder that has its window only in the mask": (
@@ -209,13 +209,13 @@ def test_varlen_is_the_default_of_packed_runs_where_it_works(monkeypatch: pytest
     cpu = torch.device("cpu")
     assert default_attention(llama, packed=True, device=cpu) == "varlen"
     assert default_attention(llama, packed=False, device=cpu) == "sdpa"
-    # StableLM computes attention in its own code, so that varlen can't replace it.
+    # StableLM computes attention in its own code, which varlen can't replace.
     assert default_attention(StableLmConfig(), packed=True, device=cpu) == "sdpa"
 
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # Hopper, which has the kernel
     assert default_attention(llama, packed=True, device=gpu) == "varlen"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # Turing, which lacks it
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # Turing, which lacks the kernel
     assert default_attention(llama, packed=True, device=gpu) == "sdpa"
 
 
@@ -238,8 +238,8 @@ def plain_kernel(
 ) -> tuple[torch.Tensor, ...]:
     """Stands for the kernel, `aten::_flash_attention_forward`, which needs a GPU.
 
-    Its parameters are named and ordered as the kernel's. The function checks what the kernel requires of them, and
-    computes what FlashAttention documents.
+    The parameters have the kernel's names and order. The function checks what the kernel requires of the arguments,
+    and computes what FlashAttention documents.
 
     `query`, `key`, `value` and the first output are `(num_tokens, num_heads, head_dim)`. Attention doesn't read the
     kernel's four other outputs.
@@ -251,12 +251,12 @@ def plain_kernel(
     assert max_k == cum_seq_k.diff().max()
     assert dropout_p == 0
 
-    # With grouped queries there are fewer heads of keys and values. Repeat each for the queries that share it.
-    num_queries_per_key = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(num_queries_per_key, dim=1)
-    value = value.repeat_interleave(num_queries_per_key, dim=1)
+    # In grouped-query attention, a group of query heads shares a head of keys and values, which is repeated here.
+    group_size = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(group_size, dim=1)
+    value = value.repeat_interleave(group_size, dim=1)
 
-    # Samples don't see each other. Each goes from one entry of `cum_seq_q` to the next.
+    # Samples don't see each other. A sample goes from one entry of `cum_seq_q` to the next.
     outputs = []
     for start, end in pairwise(cum_seq_q.tolist()):
         positions = torch.arange(end - start)
@@ -279,7 +279,7 @@ def plain_kernel(
 
 @pytest.fixture
 def kernel_on_cpu() -> Iterator[None]:
-    """Lets torch call `plain_kernel` on the CPU, where it would call the kernel on a GPU."""
+    """Lets torch call `plain_kernel` on the CPU in place of the kernel on a GPU."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", plain_kernel, "CPU")
         yield
@@ -288,7 +288,7 @@ def kernel_on_cpu() -> Iterator[None]:
 def random_states(num_heads: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Random queries, keys or values of a packed row, `(1, num_heads, sequence_length, head_dim)`.
 
-    As in an attention layer, they are a transposed tensor, so their strides are not those of a new tensor.
+    As in an attention layer, the tensor is transposed, and so not contiguous.
     """
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(1, sum(LENGTHS), num_heads, SIZES["head_dim"], generator=generator)
@@ -352,8 +352,8 @@ def test_the_kernel_has_a_backward_pass_and_one_graph_for_rows_of_any_length() -
         query = empty_states(4, num_tokens)
         key = empty_states(2, num_tokens)
         value = empty_states(2, num_tokens)
-        starts = torch.empty(len(lengths) + 1, device="meta", dtype=torch.int32)
-        options = {"cu_seq_lens": starts, "max_length": max(lengths), "scaling": 0.3, "sliding_window": 3}
+        boundaries = torch.empty(len(lengths) + 1, device="meta", dtype=torch.int32)
+        options = {"cu_seq_lens": boundaries, "max_length": max(lengths), "scaling": 0.3, "sliding_window": 3}
         output = compiled(query, key, value, **options)
         assert output.shape == (1, num_tokens, 4, 64)
 
@@ -367,7 +367,7 @@ def test_the_kernel_has_a_backward_pass_and_one_graph_for_rows_of_any_length() -
     ("dim", "dtype"), [(64, torch.bfloat16), (80, torch.bfloat16), (256, torch.bfloat16), (256, torch.float16)]
 )
 def test_the_kernel_supports_16_bits_and_dimensions_up_to_256(dim: int, dtype: torch.dtype) -> None:
-    query = torch.empty(1, 2, 4, dim)
+    query = torch.empty(1, 2, 4, dim)  # may be float32, as under autocast
     value = torch.empty(1, 2, 4, dim, dtype=dtype)
     assert kernel_supports(query, value, dropout=0.0)
 
@@ -391,7 +391,7 @@ def test_the_kernel_does_not_support_other_attention(
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_computes_what_an_uncompiled_one_does() -> None:
+def test_a_compiled_layer_computes_what_an_uncompiled_layer_does() -> None:
     row = packed_row(LENGTHS)
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     uncompiled = make_decoder(config, "varlen")
@@ -411,9 +411,10 @@ def test_a_run_uses_varlen_in_the_language_model_only_and_does_not_save_it(
     composed: Callable[..., Path], tmp_path: Path
 ) -> None:
     run_args = RunArguments(
-        model_name_or_path=str(composed()), dataset_name="", stage="align", attn_implementation="varlen"
+        model_name_or_path=str(composed()), dataset_name="unused", stage="align", attn_implementation="varlen"
     )
-    model = load_base(run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    model = load_base(run_args, args)
     assert model.model.language_model.config._attn_implementation == "varlen"
     assert model.model.vision_tower.config._attn_implementation == "sdpa"
 

@@ -1,4 +1,4 @@
-"""Batches of an epoch: how rows are dealt to processes, how a data loader reads them, and how many make a step."""
+"""Batches of an epoch: how rows are dealt to processes, how a data loader reads batches, and how many make a step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,11 @@ from training.arguments import RunArguments, TrainingConfig
 from training.batches import Batches, deal_rows, padded_batches
 
 
+def process_args(rank: int, num_processes: int) -> Any:
+    """Stands for the `TrainingConfig` of a process, with the fields that `Batches` reads."""
+    return SimpleNamespace(world_size=num_processes, process_index=rank)
+
+
 @pytest.mark.parametrize("num_processes", [1, 3, 4])
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
 @pytest.mark.parametrize("num_rows", [30, 9, 2])
@@ -20,11 +25,7 @@ def test_every_row_is_seen_once_in_an_epoch(num_processes: int, batch_size: int,
     def deal_epoch(epoch: int) -> list[list[int]]:
         return padded_batches(num_rows, batch_size, num_processes, seed=42 + epoch)
 
-    samplers = []
-    for rank in range(num_processes):
-        # What `Batches` reads of the arguments of a process.
-        process: Any = SimpleNamespace(world_size=num_processes, process_index=rank)
-        samplers.append(Batches(deal_epoch, process))
+    samplers = [Batches(deal_epoch, process_args(rank, num_processes)) for rank in range(num_processes)]
 
     orders = []
     for epoch in range(2):
@@ -32,7 +33,7 @@ def test_every_row_is_seen_once_in_an_epoch(num_processes: int, batch_size: int,
             sampler.set_epoch(epoch)
         batches_of_processes = [list(sampler) for sampler in samplers]
 
-        # zip is strict, because with fewer batches a process would let the others wait.
+        # zip is strict, because a process with fewer batches would let the others wait.
         order = []
         for batches_at_once in zip(*batches_of_processes, strict=True):
             sizes = [len(batch) for batch in batches_at_once]
@@ -53,14 +54,14 @@ def test_a_data_loader_takes_the_batches_of_its_process_and_epoch(num_workers: i
         rows = list(range(10))  # each row is its own number
         return DataLoader(rows, batch_sampler=batches, num_workers=num_workers, collate_fn=list)
 
-    # Batches go to two processes in turn. The first batch of an epoch has a single row, which is the epoch's number.
-    second_process: Any = SimpleNamespace(world_size=2, process_index=1)
+    # Batches go to two processes in turn. The first batch of an epoch has one row, whose number is the epoch's.
+    second_process = process_args(rank=1, num_processes=2)
     batches = Batches(lambda epoch: [[epoch], [1, 2], [3], []], second_process)
     loader = make_loader(batches)
     assert len(loader) == 2
     assert list(loader) == [[1, 2], []]
 
-    first_process: Any = SimpleNamespace(world_size=2, process_index=0)
+    first_process = process_args(rank=0, num_processes=2)
     batches = Batches(lambda epoch: [[epoch], [1, 2], [3]], first_process)
     loader = make_loader(batches)
     batches.set_epoch(7)
@@ -77,14 +78,14 @@ def test_one_process_gets_the_batches_of_torchs_samplers() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected_steps"),
     [
-        # Three batches of 2 rows are 6 rows.
+        # Three batches of 2 rows make a global batch of 6 rows.
         pytest.param({"global_batch_size": 6}, 3, id="padded"),
-        # All 30 rows together have 377 tokens, which go into two packed rows of 200. A packed row is a batch.
+        # All 30 rows are one global batch. Their 377 tokens go into two packed rows of 200. A packed row is a batch.
         pytest.param({"global_batch_size": 30, "packed_length": 200}, 2, id="packed"),
     ],
 )
 def test_the_accumulation_steps_follow_from_the_global_batch(fields: dict[str, Any], expected_steps: int) -> None:
-    lengths = (37 * np.arange(30)) % 23 + 2  # between 2 and 24 tokens, 377 in all
+    lengths = (37 * np.arange(30)) % 23 + 2  # mixed lengths from 2 to 24 tokens, 377 in all
     rows = Dataset.from_dict({"length": lengths, "num_tiles": [1] * 30})
     args = TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_train_batch_size=2)
     run_args = RunArguments(dataset_name="", stage="align", **fields)
@@ -102,7 +103,7 @@ def test_the_accumulation_steps_follow_from_the_global_batch(fields: dict[str, A
     assert list(other_batches) != first_epoch
 
 
-def test_a_global_batch_that_batches_do_not_fill_is_refused() -> None:
+def test_a_global_batch_that_is_no_multiple_of_the_batch_is_refused() -> None:
     rows = Dataset.from_dict({"length": [10] * 30, "num_tiles": [1] * 30})
     args = TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_train_batch_size=2)
     run_args = RunArguments(dataset_name="", stage="align", global_batch_size=5)

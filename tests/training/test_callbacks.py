@@ -17,12 +17,12 @@ from script_runs import INSTRUCT, PACKED, collate, read_metrics, run
 
 
 @torch.no_grad()
-def measure_rows(folder: Path, rows: Path) -> list[Record]:
+def measure_rows(folder: Path, rows_file: Path) -> list[Record]:
     """What the diagnostics measure on each row of a file by itself, tokenized as in training."""
     model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     records = []
-    for row in load_rows(str(rows)):
+    for row in load_rows(str(rows_file)):
         inputs = collate(folder, [row])
         del inputs["labels"]
         tokens = classify_sample(inputs, token_ids(model, processor))
@@ -39,13 +39,13 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     rows_with_pictures = [row for row in json.loads(data.read_text()) if "image" in row]
-    path = data.with_name("pictures.json")
-    path.write_text(json.dumps(rows_with_pictures))
+    rows_file = data.with_name("pictures.json")
+    rows_file.write_text(json.dumps(rows_with_pictures))
 
-    # The mean norms of image tokens and of text tokens at the decoder's input, which is the first of `layer_norms`.
+    # The norms of image tokens and of text tokens at the decoder's input, from all rows.
     visual_norms = []
     text_norms = []
-    for record in measure_rows(composed(), path):
+    for record in measure_rows(composed(), rows_file):
         input_norms = record.layer_norms[0]  # [num_tokens]
         visual_norms.append(input_norms[record.tokens.visual])
         text_norms.append(input_norms[record.tokens.text])
@@ -53,7 +53,7 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     expected_text = torch.cat(text_norms).mean().item()
 
     # Each run has one step on all 24 rows.
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(path)}
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(rows_file)}
     fields |= {"max_steps": 1, "logging_steps": 1, "global_batch_size": 24}
     settings: dict[str, dict[str, Any]] = {
         "padded": {},
@@ -67,7 +67,7 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
         assert step["norm/visual"] == pytest.approx(expected_visual, rel=1e-5), name
         assert step["norm/text"] == pytest.approx(expected_text, rel=1e-5), name
         assert step["norm/ratio"] == pytest.approx(expected_visual / expected_text, rel=1e-5), name
-        # Two of Trainer's figures on the whole run are not logged, since they would be wrong: `total_flos` counts
+        # Two of Trainer's figures on the whole run are left out, since they would be wrong: `total_flos` counts
         # padding, and `train_samples_per_second` counts a packed row as one sample.
         summary = metrics[-1]
         assert summary.keys().isdisjoint({"total_flos", "train_samples_per_second"})

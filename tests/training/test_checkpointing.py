@@ -1,4 +1,4 @@
-"""The rehearsal turns gradient checkpointing off where memory allows, and a resumed run keeps what was chosen."""
+"""A rehearsal before training turns gradient checkpointing off if memory allows. A resumed run keeps this choice."""
 
 import json
 from collections.abc import Callable
@@ -28,16 +28,20 @@ def llama(num_layers: int) -> LlamaForCausalLM:
 
 
 def measure_pass(model: nn.Module, folder: Path) -> int:
-    """The peak of the bytes that a pass of 4 rows of 100 tokens allocates."""
+    """The peak of the bytes that a pass of 4 rows of 100 tokens allocates. A trace is written into `folder`."""
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         input_ids = torch.zeros(4, 100, dtype=torch.long)
         model(input_ids, use_cache=False).logits.sum().backward()
-    profiler.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    memory = [event["args"] for event in events if event["name"] == "[memory]"]
-    at_start = memory[0]["Total Allocated"] - memory[0]["Bytes"]
-    return max(entry["Total Allocated"] for entry in memory) - at_start
+    trace_file = folder / "trace.json"
+    profiler.export_chrome_trace(str(trace_file))
+    events = json.loads(trace_file.read_text())["traceEvents"]
+
+    # Each entry has the bytes of an allocation, and the total after the allocation.
+    allocations = [event["args"] for event in events if event["name"] == "[memory]"]
+    total_before = allocations[0]["Total Allocated"] - allocations[0]["Bytes"]
+    peak = max(allocation["Total Allocated"] for allocation in allocations)
+    return peak - total_before
 
 
 @pytest.mark.parametrize("num_layers", [4, 12])
@@ -45,87 +49,108 @@ def test_the_peak_without_checkpointing_is_extrapolated(num_layers: int, tmp_pat
     model = llama(num_layers)
     extrapolated = peak_without_checkpointing(model, lambda: measure_pass(model, tmp_path))
     (layers,) = checkpointed_stacks(model)
-    assert len(layers) == num_layers  # all are checkpointed again
+    assert len(layers) == num_layers  # all layers are checkpointed again
 
     stop_checkpointing(model)
     measured = measure_pass(model, tmp_path)
-    # It is too high by less than one and a half layers.
+    # The extrapolated peak is too high by less than one and a half layers.
     assert measured < extrapolated < measured * (1 + 1.5 / num_layers)
 
 
 @pytest.fixture
 def fields(composed: Callable[..., Path], data: Path, tmp_path: Path) -> dict[str, Any]:
     """The fields of a recipe that doesn't say whether layers are checkpointed."""
-    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data)}
-    return {**fields, "gradient_checkpointing": None, "save_steps": 4, "output_dir": str(tmp_path / "out")}
+    return {
+        **INSTRUCT,
+        **PACKED,
+        "model_name_or_path": str(composed()),
+        "dataset_name": str(data),
+        "gradient_checkpointing": None,  # takes the field out of the recipe
+        "save_steps": 4,
+        "output_dir": str(tmp_path / "out"),
+    }
 
 
-def give_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[int]:
-    """Make the CPU a device with so much memory, on which each pass takes 1,000 bytes.
+# The bytes of simulated devices on which a pass takes 1,000 bytes. A pass may take 90% of the memory.
+ENOUGH_MEMORY = 1200
+TOO_LITTLE_MEMORY = 1050
+
+
+def simulate_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[str]:
+    """Simulate a device with `num_bytes` of memory, on which each pass takes 1,000 bytes.
 
     Returns:
-        A list that gets a 1 for each pass that is measured.
+        A list that grows by an entry with each pass that is measured.
     """
-    measured: list[int] = []
+    measured_passes: list[str] = []
 
     def measure(run_pass: Callable[[], None], device: torch.device) -> int:
         run_pass()
-        measured.append(1)
+        measured_passes.append("a pass")
         return 1000
 
     monkeypatch.setattr(trainer, "memory_limit", lambda device: num_bytes)
     monkeypatch.setattr(trainer, "measure_peak", measure)
-    return measured
+    return measured_passes
 
 
-def recorded(folder: Path) -> bool:
-    """Whether the record in a folder says that layers were checkpointed."""
-    return json.loads((folder / "run.json").read_text())["arguments"]["gradient_checkpointing"]
+def was_checkpointed(output_dir: Path) -> bool:
+    """Whether the layers of a run were checkpointed, as its `run.json` says."""
+    record = json.loads((output_dir / "run.json").read_text())
+    return record["arguments"]["gradient_checkpointing"]
 
 
-@pytest.mark.parametrize(("num_bytes", "checkpointed"), [(1200, False), (1050, True)])
+@pytest.mark.parametrize(
+    ("num_bytes", "num_bytes_when_resumed", "is_checkpointed"),
+    [
+        pytest.param(ENOUGH_MEMORY, TOO_LITTLE_MEMORY, False, id="enough memory"),
+        pytest.param(TOO_LITTLE_MEMORY, ENOUGH_MEMORY, True, id="too little memory"),
+    ],
+)
 def test_memory_decides_and_a_resumed_run_keeps_the_choice(
     fields: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     num_bytes: int,
-    checkpointed: bool,
+    num_bytes_when_resumed: int,
+    is_checkpointed: bool,
 ) -> None:
     out = Path(fields["output_dir"])
-    measured = give_memory(monkeypatch, num_bytes)
+    measured_passes = simulate_memory(monkeypatch, num_bytes)
     run(tmp_path, **fields, max_steps=4)
-    assert f"gradient checkpointing: {checkpointed}; without it" in caplog.text
-    assert recorded(out) is checkpointed
-    # Two batches were measured as they are, and without checkpointing in the encoder's and the decoder's first layer.
-    assert len(measured) == 6
+    assert f"gradient checkpointing: {is_checkpointed}; without it" in caplog.text
+    assert was_checkpointed(out) is is_checkpointed
+    # Each of two batches is measured three times: with all layers checkpointed, and without checkpointing in the first
+    # layer of the encoder, and of the decoder.
+    assert len(measured_passes) == 2 * 3
 
-    # The resumed run has other memory, and measures nothing.
-    measured = give_memory(monkeypatch, 2250 - num_bytes)
+    measured_passes = simulate_memory(monkeypatch, num_bytes_when_resumed)
     run(tmp_path, **fields, max_steps=8, resume_from_checkpoint=True, resume_changed=True)
-    assert recorded(out) is checkpointed
-    assert measured == []
+    assert was_checkpointed(out) is is_checkpointed
+    assert measured_passes == []
 
 
 def test_training_without_checkpointing_is_the_same_to_the_bit(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_checkpointing = tmp_path / "with"
-    run(tmp_path, **{**fields, "output_dir": str(with_checkpointing)})  # as by default on a CPU
-    give_memory(monkeypatch, 1_000_000)
-    run(tmp_path, **fields)
+    without_checkpointing = tmp_path / "without"
+    run(tmp_path, **{**fields, "output_dir": str(with_checkpointing)})  # on a CPU, checkpointing stays on
+    simulate_memory(monkeypatch, ENOUGH_MEMORY)
+    run(tmp_path, **{**fields, "output_dir": str(without_checkpointing)})
 
-    out = Path(fields["output_dir"])
-    assert [recorded(with_checkpointing), recorded(out)] == [True, False]
-    assert changed_weights(with_checkpointing, out) == set()
-    losses = [step["loss"] for step in read_steps(out)]
+    assert was_checkpointed(with_checkpointing)
+    assert not was_checkpointed(without_checkpointing)
+    assert changed_weights(with_checkpointing, without_checkpointing) == set()
+    losses = [step["loss"] for step in read_steps(without_checkpointing)]
     assert losses == [step["loss"] for step in read_steps(with_checkpointing)]
 
 
-def test_a_recipe_that_says_it_is_obeyed(
+def test_checkpointing_in_the_recipe_is_obeyed_without_measuring(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = give_memory(monkeypatch, 1_000_000)
+    measured_passes = simulate_memory(monkeypatch, ENOUGH_MEMORY)
     run(tmp_path, **{**fields, "gradient_checkpointing": True, "max_steps": 1})
-    assert recorded(Path(fields["output_dir"])) is True
-    assert measured == []
+    assert was_checkpointed(Path(fields["output_dir"]))
+    assert measured_passes == []

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from trl import SFTTrainer
 
 from common.errors import UserError
-from script_runs import changed_weights, read_metrics, run
+from script_runs import changed_weights, read_steps, run
 from training import checkpoints
 from training.checkpoints import find_checkpoint, steps_done
 from training.trainer import NormLlavaTrainer
@@ -33,7 +33,7 @@ def empty_folder(folder: Path) -> None:
     folder.mkdir()
 
 
-# Ways to damage the folder of a checkpoint. Beside this folder lies another checkpoint, of step 3.
+# Ways to damage the folder of a checkpoint. Checkpoint 3 lies beside this folder.
 FAULTS: dict[str, Callable[[Path], object]] = {
     "state torn": lambda folder: tear_file(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
@@ -43,42 +43,44 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_a_run_without_a_checkpoint_begins_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_checkpoint_a_run_starts_from_the_beginning_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert find_checkpoint(tmp_path, resume=True) is None
     assert "holds no checkpoint: the run starts from the beginning" in caplog.text
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
-    FAULTS[fault](copied / "checkpoint-6")
-    assert find_checkpoint(copied, resume=True) == copied / "checkpoint-3"
+def test_a_broken_checkpoint_is_passed_over(killed_dir: Path, fault: str) -> None:
+    FAULTS[fault](killed_dir / "checkpoint-6")
+    assert find_checkpoint(killed_dir, resume=True) == killed_dir / "checkpoint-3"
     with pytest.raises(ValueError, match="checkpoint-6 can't be resumed from"):
-        find_checkpoint(copied, str(copied / "checkpoint-6"))
+        find_checkpoint(killed_dir, str(killed_dir / "checkpoint-6"))
 
-    # When checkpoint 3 is broken, too, no checkpoint is left.
-    tear_file(copied / "checkpoint-3" / "run.json")
+    # With checkpoint 3 broken too, no checkpoint is left.
+    tear_file(killed_dir / "checkpoint-3" / "run.json")
     with pytest.raises(ValueError, match="no complete checkpoint to resume from"):
-        find_checkpoint(copied, resume=True)
+        find_checkpoint(killed_dir, resume=True)
 
 
-def test_others_may_read_what_a_run_writes(finished: dict[str, Any]) -> None:
-    """safetensors itself writes files that only their owner can read, whatever the user's umask allows."""
-    out = Path(finished["output_dir"])
-    expected_mode = (out / ".lock").stat().st_mode  # Python made this file, with the permissions that umask leaves
+def test_other_users_may_read_what_a_run_writes(finished_fields: dict[str, Any]) -> None:
+    """safetensors by itself writes files that only their owner can read, whatever the user's umask allows."""
+    out = Path(finished_fields["output_dir"])
+    expected_mode = (out / ".lock").stat().st_mode  # Python's `open` made this file, and follows the umask
     for path in (out / "model.safetensors", out / "checkpoint-6" / "model.safetensors"):
         assert path.stat().st_mode == expected_mode
 
 
-def test_weights_that_do_not_fit_are_an_error(finished: dict[str, Any], copied: Path) -> None:
-    path = copied / "checkpoint-6" / "model.safetensors"
+def test_a_checkpoint_whose_weights_do_not_fit_is_refused(finished_fields: dict[str, Any], killed_dir: Path) -> None:
+    path = killed_dir / "checkpoint-6" / "model.safetensors"
     tensors = load_file(path)
     tensors["renamed"] = tensors.pop("lm_head.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"Missing: \['lm_head.weight'\]; unexpected: \['renamed'\]"):
-        run(copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
+        run(killed_dir, **{**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True})
 
 
-def test_two_runs_do_not_share_a_folder(finished: dict[str, Any], tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_folder(finished_fields: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     fork = multiprocessing.get_context("fork")
     locked = fork.Event()
@@ -86,12 +88,12 @@ def test_two_runs_do_not_share_a_folder(finished: dict[str, Any], tmp_path: Path
     def hold_lock() -> None:
         with checkpoints.lock_output_dir(out):
             locked.set()
-            time.sleep(60)  # until it is killed
+            time.sleep(60)  # seconds; this process is killed earlier
 
     other_process = fork.Process(target=hold_lock)
     other_process.start()
     assert locked.wait(timeout=60)
-    fields = {**finished, "output_dir": str(out), "max_steps": 1}
+    fields = {**finished_fields, "output_dir": str(out), "max_steps": 1}
     with pytest.raises(ValueError, match="out is in use"):
         run(tmp_path, **fields)
     assert [path.name for path in out.iterdir()] == [".lock"]
@@ -102,8 +104,8 @@ def test_two_runs_do_not_share_a_folder(finished: dict[str, Any], tmp_path: Path
     run(tmp_path, **fields)
 
 
-def test_a_refused_run_leaves_no_folder_behind(finished: dict[str, Any], tmp_path: Path) -> None:
-    fields = {**finished, "dataset_name": "none.json", "output_dir": str(tmp_path / "new")}
+def test_a_refused_run_leaves_no_folder_behind(finished_fields: dict[str, Any], tmp_path: Path) -> None:
+    fields = {**finished_fields, "dataset_name": "none.json", "output_dir": str(tmp_path / "new")}
     with pytest.raises(ValueError, match=r"none\.json: there is no such file"):
         run(tmp_path, **fields)
     assert not (tmp_path / "new").exists()
@@ -123,7 +125,7 @@ def test_a_disk_without_locks_is_used_with_a_warning(
     [("publish_checkpoint", "checkpoint-3"), ("publish_result", "checkpoint-8")],
 )
 def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
-    finished: dict[str, Any],
+    finished_fields: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     function_name: str,
@@ -131,12 +133,11 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
 ) -> None:
     """The disk fills up while checkpoint 6 is written, or while the result is written into the output folder."""
     out = tmp_path / "out"
-    fields = {**finished, "output_dir": str(out)}
+    fields = {**finished_fields, "output_dir": str(out)}
     publish = getattr(checkpoints, function_name)
 
     def publish_on_a_disk_that_fills_up(folder: Path, destination: Path) -> None:
-        is_destination_full = destination in (out / "checkpoint-6", out)  # `out` is where the result goes
-        if is_destination_full:
+        if destination in (out / "checkpoint-6", out):  # the result goes into `out`
             raise OSError(errno.ENOSPC, "No space left on device")
         publish(folder, destination)
 
@@ -148,16 +149,16 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
     assert not (out / "config.json").exists()  # with this file the folder would look like a model
 
     run(tmp_path, **fields, resume_from_checkpoint=True)
-    assert changed_weights(Path(finished["output_dir"]), out) == set()
+    assert changed_weights(Path(finished_fields["output_dir"]), out) == set()
     assert steps_done(out) == 8
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
-    finished: dict[str, Any], tmp_path: Path
+    finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    # With this learning rate the weights explode in the first steps. The first is logged and saved, but not the next.
-    fields = {**finished, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
+    # With this learning rate, step 1 makes the weights explode, so step 2 has no finite loss.
+    fields = {**finished_fields, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
     with pytest.raises(UserError, match="was not finite in step 2;"):
         run(tmp_path, **{**fields, "output_dir": str(out)})
     assert find_checkpoint(out, resume=True) == out / "checkpoint-1"
@@ -165,7 +166,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps"),
+    ("settings", "expected_steps"),
     [
         ({"logging_steps": 3}, "one of the steps 1 to 3"),
         ({"logging_steps": 100, "save_steps": 4}, "one of the steps 1 to 4"),
@@ -175,49 +176,51 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
     ids=["logging", "saving", "evaluating", "ending"],
 )
 def test_a_loss_that_is_not_finite_is_found_before_anything_is_written(
-    finished: dict[str, Any],
+    finished_fields: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
-    steps: str,
+    expected_steps: str,
 ) -> None:
-    training_step = SFTTrainer.training_step
+    original_training_step = SFTTrainer.training_step
 
-    def step_with_one_nan(trainer: SFTTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = training_step(trainer, *args, **kwargs)
-        is_second_step = trainer.state.global_step == 1
-        return loss * torch.nan if is_second_step else loss
+    def training_step_with_nan(trainer: SFTTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original_training_step(trainer, *args, **kwargs)
+        completed_steps = trainer.state.global_step
+        if completed_steps == 1:  # the second step
+            return loss * torch.nan
+        return loss
 
-    monkeypatch.setattr(SFTTrainer, "training_step", step_with_one_nan)
-    fields = {**finished, "save_steps": 100, "output_dir": str(tmp_path / "out"), **settings}
+    monkeypatch.setattr(SFTTrainer, "training_step", training_step_with_nan)
+    fields = {**finished_fields, "save_steps": 100, "output_dir": str(tmp_path / "out"), **settings}
     if "eval_strategy" in settings:
-        fields["eval_dataset_name"] = finished["dataset_name"]
-    with pytest.raises(UserError, match=f"was not finite in {steps};"):
+        fields["eval_dataset_name"] = finished_fields["dataset_name"]
+    with pytest.raises(UserError, match=f"was not finite in {expected_steps};"):
         run(tmp_path, **fields)
     assert find_checkpoint(tmp_path / "out", resume=True) is None
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == ""
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training_step = SFTTrainer.training_step
+    original_training_step = SFTTrainer.training_step
 
-    def step_with_infinite_gradient(trainer: SFTTrainer, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = training_step(trainer, model, *args, **kwargs)
+    def training_step_with_inf(trainer: SFTTrainer, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original_training_step(trainer, model, *args, **kwargs)
         model.model.multi_modal_projector.linear_1.weight.grad[0] = torch.inf
         return loss
 
-    monkeypatch.setattr(SFTTrainer, "training_step", step_with_infinite_gradient)
+    monkeypatch.setattr(SFTTrainer, "training_step", training_step_with_inf)
     with pytest.raises(UserError, match="The loss or the gradient's norm was not finite in one of the steps 1 to 2;"):
-        run(tmp_path, **{**finished, "output_dir": str(tmp_path / "out")})
+        run(tmp_path, **{**finished_fields, "output_dir": str(tmp_path / "out")})
 
 
 def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_biases(
-    finished: dict[str, Any], tmp_path: Path
+    finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    fields = {**finished, "weight_decay": 0.1, "max_steps": 1, "save_steps": 1, "output_dir": str(tmp_path / "out")}
-    run(tmp_path, **fields)
+    fields = {**finished_fields, "output_dir": str(tmp_path / "out")}
+    run(tmp_path, **{**fields, "weight_decay": 0.1, "max_steps": 1, "save_steps": 1})
     optimizer_state = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)
 
     # For each module and weight decay, the number of the module's tensors that have this weight decay.
@@ -229,11 +232,11 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
         "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head", "vision_tower",
     }  # fmt: skip
     assert num_tensors["multi_modal_projector", 0.1] == 2  # the weights of two linear layers
-    assert num_tensors["multi_modal_projector", 0.0] == 2  # their biases
+    assert num_tensors["multi_modal_projector", 0.0] == 2  # the biases of two linear layers
     assert num_tensors["multi_modal_projector.norm", 0.0] == 2  # the norm's weight and bias
     assert ("multi_modal_projector.norm", 0.1) not in num_tensors
-    # Llava reads the output of the second of the encoder's three layers, so only what comes before it is trained. A
-    # layer has 16 tensors, and the embeddings have 3.
+    # Llava reads the output of the encoder's second layer, so only the embeddings and two layers are trained. A layer
+    # has 16 tensors, and the embeddings have 3.
     num_vision_tensors = num_tensors["vision_tower", 0.1] + num_tensors["vision_tower", 0.0]
     assert num_vision_tensors == 2 * 16 + 3
 
@@ -244,22 +247,26 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
     ids=["one pass a step", "two passes a step"],
 )
 def test_the_rehearsal_leaves_no_trace(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, accumulation_steps: int
+    finished_fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    optim: str,
+    accumulation_steps: int,
 ) -> None:
     """A run begins with a rehearsal, which tries whether the largest batches fit into memory.
 
     The rehearsal has two passes: one over the batch with most tokens, and one over the batch with most pictures. The
-    second pass keeps the gradients of the first only if training accumulates gradients too. Otherwise the rehearsal
-    would need more memory than training, and refuse runs that fit.
+    second pass keeps the gradients of the first pass only if training accumulates gradients too. Otherwise the
+    rehearsal would need more memory than training, and refuse runs that fit.
     """
-    compute_loss = NormLlavaTrainer.compute_loss
-    has_gradients = []  # for each pass, whether gradients exist at its start
+    original_compute_loss = NormLlavaTrainer.compute_loss
+    starts_with_gradients = []  # for each pass, whether any gradients exist at its start
 
     def record_and_compute_loss(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        has_gradients.append(any(parameter.grad is not None for parameter in model.parameters()))
-        return compute_loss(trainer, model, *args, **kwargs)
+        starts_with_gradients.append(any(parameter.grad is not None for parameter in model.parameters()))
+        return original_compute_loss(trainer, model, *args, **kwargs)
 
-    fields = {**finished, "optim": optim, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "constant"}
+    fields = {**finished_fields, "optim": optim, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "constant"}
     fields |= {"vision_learning_rate": 1e-3, "dataloader_num_workers": 1, "logging_steps": 1}
     fields |= {"per_device_train_batch_size": 2, "global_batch_size": 2 * accumulation_steps}
     with_rehearsal = tmp_path / "with rehearsal"
@@ -267,45 +274,51 @@ def test_the_rehearsal_leaves_no_trace(
     monkeypatch.setattr(NormLlavaTrainer, "compute_loss", record_and_compute_loss)
     run(tmp_path, **{**fields, "output_dir": str(with_rehearsal)})
 
-    expected = [False, accumulation_steps == 2]
-    assert has_gradients[:2] == expected  # the two passes of the rehearsal
-    assert has_gradients[2:4] == expected  # the first two passes of training
+    accumulates = accumulation_steps > 1
+    assert starts_with_gradients[:2] == [False, accumulates]  # the two passes of the rehearsal
+    assert starts_with_gradients[2:4] == [False, accumulates]  # the first two passes of training
 
     monkeypatch.setattr(NormLlavaTrainer, "_rehearse", lambda *args: None)
     run(tmp_path, **{**fields, "output_dir": str(without_rehearsal)})
     assert changed_weights(with_rehearsal, without_rehearsal) == set()
-    lines = read_metrics(with_rehearsal)
-    expected_lines = read_metrics(without_rehearsal)
-    for line, expected_line in zip(lines, expected_lines, strict=True):
+    steps = read_steps(with_rehearsal)
+    expected_steps = read_steps(without_rehearsal)
+    for step, expected in zip(steps, expected_steps, strict=True):
         for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "norm/ratio"):
-            assert line.get(name) == expected_line.get(name), name
+            # A step without pictures has no "norm/ratio".
+            assert step.get(name) == expected.get(name), name
 
 
 @pytest.mark.parametrize(
-    ("input_name", "max_elements"),
+    ("input_name", "too_many_elements"),
     [
-        ("pixel_values", 2 * 3 * 28**2),  # two pictures
-        ("input_ids", 400),  # only the batch with the long row has so many tokens
+        pytest.param("pixel_values", 2 * 3 * 28**2, id="two pictures"),
+        pytest.param("input_ids", 400, id="a batch with the long row"),
     ],
 )
 def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, input_name: str, max_elements: int
+    finished_fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    input_name: str,
+    too_many_elements: int,
 ) -> None:
-    """In this run, a pass over an input of `max_elements` or more runs out of memory."""
-    data = Path(finished["dataset_name"])
-    compute_loss = NormLlavaTrainer.compute_loss
+    """A pass over an input of `too_many_elements` or more elements runs out of simulated memory."""
+    data = Path(finished_fields["dataset_name"])
 
-    # One row is long and has no picture, so that the batch with most tokens is not the one with most pictures.
+    # One row is long and has no picture, so that one batch has most tokens, and another batch has most pictures.
     rows = json.loads(data.read_text())
     rows[0] = {"conversations": [{"from": "human", "value": "Say it."}, {"from": "gpt", "value": "so " * 100}]}
     (tmp_path / "rows.json").write_text(json.dumps(rows))
 
+    original_compute_loss = NormLlavaTrainer.compute_loss
+
     def compute_loss_in_little_memory(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if inputs[input_name].numel() >= max_elements:
+        if inputs[input_name].numel() >= too_many_elements:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return compute_loss(trainer, model, inputs, *args, **kwargs)
+        return original_compute_loss(trainer, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(NormLlavaTrainer, "compute_loss", compute_loss_in_little_memory)
-    fields = {**finished, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}
+    fields = {**finished_fields, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}
     with pytest.raises(UserError, match="largest batch does not fit into memory: lower packed_length or per_device"):
         run(tmp_path, **{**fields, "output_dir": str(tmp_path / "out")})

@@ -18,7 +18,7 @@ from training.stages import LearningRates, Stage, prepare_stage
 
 
 def make_row(folder: Path, answer: str, *further_turns: str, num_images: int = 1) -> dict[str, Any]:
-    """A row that asks "What is it?" of `num_images` pictures, which are written into `folder`.
+    """A row that asks "What is it?" about `num_images` pictures, which are written into `folder`.
 
     `further_turns` are the texts of further questions and answers, one after the other.
     """
@@ -33,7 +33,7 @@ def make_row(folder: Path, answer: str, *further_turns: str, num_images: int = 1
     for number, text in enumerate([question, answer, *further_turns]):
         speaker = "human" if number % 2 == 0 else "gpt"
         turns.append({"from": speaker, "value": text})
-    return {"images": paths, "conversations": turns, "source": f"rows.json, row {answer}"}
+    return {"images": paths, "conversations": turns, "source": "rows.json, row 7"}
 
 
 def collate_rows(tokenize: RowTokenizer, rows: list[dict[str, Any]], packed: bool = False) -> dict[str, Any]:
@@ -55,20 +55,20 @@ def test_only_answers_of_chat_rows_are_trained(processor: Any, tmp_path: Path) -
     ]
     batch = collate_rows(RowTokenizer(processor, processor.chat_template), rows)
 
-    end = processor.tokenizer.eos_token
-    is_vicuna = end == "</s>"
+    eos = processor.tokenizer.eos_token
+    is_vicuna = eos == "</s>"
     space = " " if is_vicuna else ""  # answers in Vicuna's format start with a space
     answers_of_rows = [
-        f"{space}A dog.{end}{space}Yes, a dog.{end}",
-        f"{space}Text alone.{end}",
-        f"{space}Two.{end}",
+        f"{space}A dog.{eos}{space}Yes, a dog.{eos}",
+        f"{space}Text alone.{eos}",
+        f"{space}Two.{eos}",
     ]
     for labels, answers in zip(batch["labels"], answers_of_rows, strict=True):
         assert processor.tokenizer.decode(labels[labels != -100]) == answers
     is_padding = batch["attention_mask"] == 0
     assert (batch["labels"][is_padding] == -100).all()
 
-    # The rows have one, no and two pictures, of four image tokens each.
+    # The rows have one picture, none and two, and a picture has four image tokens.
     assert batch["pixel_values"].shape == (3, 3, 28, 28)
     num_image_tokens = (batch["input_ids"] == processor.image_token_id).sum(dim=1)
     assert num_image_tokens.tolist() == [4, 0, 8]
@@ -89,9 +89,9 @@ def test_plain_rows_are_a_picture_a_caption_and_a_line_break(processor: Any, tmp
     template = plain_template(processor.tokenizer, processor.image_token)
     rows = [make_row(tmp_path, "A dog."), make_row(tmp_path, "A black cat.")]
     batch = collate_rows(RowTokenizer(processor, template), rows)
-    bos = processor.tokenizer.bos_token or ""  # not every tokenizer has one
-    decoded = processor.tokenizer.decode(batch["input_ids"][1])  # the longer row, without padding
-    assert decoded == f"{bos}{processor.image_token * 4}A black cat.\n"
+    bos = processor.tokenizer.bos_token or ""  # Qwen2's tokenizer has no BOS
+    longer_row = processor.tokenizer.decode(batch["input_ids"][1])  # has no padding
+    assert longer_row == f"{bos}{processor.image_token * 4}A black cat.\n"
     labels = batch["labels"][0]
     assert processor.tokenizer.decode(labels[labels != -100]) == "A dog.\n"
 
@@ -104,7 +104,7 @@ def loss_and_projector_gradient(
     The gradient is `None` if the loss doesn't depend on the projector.
     """
     model.zero_grad()
-    # With a cache, transformers would take a packed row for a single sample.
+    # With a cache, transformers would take a packed row for one sample.
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     return loss.detach(), model.model.multi_modal_projector.linear_1.weight.grad
@@ -120,8 +120,9 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     batch = collate_rows(tokenize, rows, packed)
     batch["pixel_values"] = batch["pixel_values"].double()
 
-    # The same batch without the blank picture, whose four image tokens come last.
-    names = ["input_ids", "labels", "position_ids" if packed else "attention_mask"]
+    # The same batch without the blank picture's four image tokens, which come last.
+    names = ["input_ids", "labels"]
+    names.append("position_ids" if packed else "attention_mask")
     without_blank = {name: batch[name][:, :-4] for name in names}
     assert not (without_blank["input_ids"] == processor.image_token_id).any()
 
@@ -133,12 +134,12 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     for name, parameter in decoder.named_parameters():
         torch.testing.assert_close(parameter.grad, expected_gradients[name], msg=name)
 
-    # The blank picture gives the projector a gradient of 0, where it would have none.
+    # The blank picture gives the projector a gradient of 0 instead of none.
     assert gradient_without_blank is None
     assert gradient_with_blank is not None
     assert not gradient_with_blank.any()
 
-    # Stage "align" trains only the projector, so without the blank picture its backward pass fails.
+    # Stage "align" trains only the projector, so without the blank picture the backward pass fails.
     prepare_stage(model, Stage.ALIGN, LearningRates(common=1e-3, vision=0.0, norm=1e-3))
     loss_and_projector_gradient(model, batch)
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -147,7 +148,7 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_batch_without_rows_is_a_blank_picture(model: NormLlavaForConditionalGeneration, packed: bool) -> None:
-    """A process for which no rows are left gets such a batch. The model can still run on it."""
+    """A process for which no rows are left gets a batch without rows. The model can run on this batch too."""
     processor = AutoProcessor.from_pretrained(model.name_or_path)
     batch = collate_rows(RowTokenizer(processor, processor.chat_template), [], packed)
     assert (batch["labels"] == -100).all()  # nothing is trained
@@ -157,8 +158,8 @@ def test_a_batch_without_rows_is_a_blank_picture(model: NormLlavaForConditionalG
 
 def test_a_row_without_trained_tokens_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(composed())
-    # This template writes the roles, but not the texts, and marks nothing as an answer.
+    # This template writes the roles, but no answers, so there is nothing to train.
     template = "{{ '<|image_pad|>' }}{% for message in messages %}{{ message['role'] }}{% endfor %}"
     tokenize = RowTokenizer(processor, template)
-    with pytest.raises(BadRowError, match=r"rows.json, row A dog.*: no supervised token"):
+    with pytest.raises(BadRowError, match=r"rows.json, row 7: no supervised token"):
         tokenize(make_row(tmp_path, "A dog."))

@@ -1,4 +1,4 @@
-"""Compiled decoder layers train like uncompiled ones, and share their graphs among rows of any length."""
+"""Compiled decoder layers train like uncompiled layers, and share their graphs among rows of any length."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def loss_and_gradients(model: Any, length: int, num_padding: int) -> tuple[float
     attention_mask = torch.ones_like(input_ids)
     attention_mask[0, length - num_padding :] = 0
     logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-    # Any loss will do. This one compares the logits at each position with the token at that position, not the next.
+    # Any loss will do, so the logits at each position are compared with the token at the same position, not the next.
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
     model.zero_grad()
     loss.backward()
@@ -61,8 +61,8 @@ def loss_and_gradients(model: Any, length: int, num_padding: int) -> tuple[float
 ROW_SIZES = ((16, 0), (16, 3), (23, 1), (40, 0), (77, 5), (64, 0))
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("text", ["qwen2", "gemma3"])  # Gemma's layers differ: some have a sliding window
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["not checkpointed", "checkpointed"])
+@pytest.mark.parametrize("text", ["qwen2", "gemma3"])  # some of Gemma's layers have a sliding window
 def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: str, checkpointed: bool) -> None:
     model = load_model(composed(text=text), checkpointed).double()
     expected_results = [loss_and_gradients(model, length, num_padding) for length, num_padding in ROW_SIZES]
@@ -75,7 +75,7 @@ def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: st
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-10, atol=1e-12)
 
-    # One graph is for rows with padding, and one for rows without, to which transformers gives no mask.
+    # One graph is for batches with padding, and one graph for batches without, to which transformers gives no mask.
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
 
@@ -105,7 +105,7 @@ def test_hooks_on_layers_are_always_called_and_hooks_inside_layers_only_in_eval_
 
 
 def count_saved_elements(model: Any) -> int:
-    """Run a forward pass, and return the number of elements of all tensors that it keeps for the backward pass."""
+    """The number of elements of all tensors that a forward pass keeps for the backward pass."""
     sizes: list[int] = []
 
     def record_size(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def count_saved_elements(model: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["not sharded", "sharded"])
 def test_compiled_layers_are_checkpointed(composed: Callable[..., Path], tmp_path: Path, sharded: bool) -> None:
     """Compiled layers keep fewer tensors for the backward pass with gradient checkpointing than without."""
 
@@ -132,7 +132,7 @@ def test_compiled_layers_are_checkpointed(composed: Callable[..., Path], tmp_pat
         return count_saved_elements(model)
 
     if sharded:
-        # FSDP2 needs a process group, and this process alone is one.
+        # FSDP2 needs a process group, which has only this process here.
         store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -145,15 +145,14 @@ def test_compiled_layers_are_checkpointed(composed: Callable[..., Path], tmp_pat
 
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-# `None` takes a field of INSTRUCT out of the recipe.
+# `None` takes a field of `INSTRUCT` out of the recipe.
 ALIGN = {"stage": "align", "vision_learning_rate": None}
 ADAPT = {"stage": "adapt", "vision_learning_rate": None, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.2}
 CHECKPOINTED = {"gradient_checkpointing": True}
-# Packed rows have attention "varlen" by default, which isn't compiled on a CPU: it breaks the graph of a layer into
-# parts. A checkpointed layer with "varlen" isn't compiled at all, because torch can't break its graph. So most packed
-# runs have sdpa.
+# Packed rows have attention "varlen" by default. On a CPU, "varlen" breaks the graph of a layer into parts. The graph
+# of a checkpointed layer can't be broken, so the layer isn't compiled at all. So most packed runs have sdpa.
 PACKED_WITH_SDPA = {**PACKED, "attn_implementation": "sdpa"}
-# Recipe fields of runs, beside those of INSTRUCT and COMPILED.
+# The recipe fields of each kind of run, besides `INSTRUCT` and `COMPILED`.
 FIELDS: dict[str, dict[str, Any]] = {
     "packed": PACKED_WITH_SDPA,
     "packed, varlen": PACKED,
@@ -166,18 +165,18 @@ FIELDS: dict[str, dict[str, Any]] = {
     "bfloat16": {**PACKED_WITH_SDPA, **CHECKPOINTED, "bf16": True},
     "inductor": {**PACKED_WITH_SDPA, **CHECKPOINTED, "torch_compile_backend": None},
 }
-# Arguments of the fixture `composed`, for runs that start from another model than the usual one.
+# Arguments of the fixture `composed`, for kinds of run that start from another model than the usual one.
 MODELS: dict[str, dict[str, Any]] = {"key adapters": {"key_adapter_rank": 4}, "tied embeddings": {"text": "gemma3"}}
 # The most graphs that a run may need: one for rows with a mask, and one for rows without. With "varlen" a run needs
 # more, because each part of a broken graph is a graph.
 MAX_GRAPHS = 2
 MAX_GRAPHS_OF_VARLEN = 7
 
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in FIELDS if kind != "packed"]
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "packed" else pytest.mark.slow) for kind in FIELDS]
-)
-def test_a_compiled_run_logs_and_saves_what_an_uncompiled_one_does(
+
+@pytest.mark.parametrize("kind", ["packed", *SLOW_KINDS])
+def test_a_compiled_run_logs_and_saves_what_an_uncompiled_run_does(
     composed: Callable[..., Path], data: Path, tmp_path: Path, kind: str
 ) -> None:
     fields = {**INSTRUCT, **COMPILED, **FIELDS[kind], "dataset_name": str(data), "logging_steps": 1}
@@ -200,7 +199,7 @@ def test_a_compiled_run_logs_and_saves_what_an_uncompiled_one_does(
             if not name.endswith(("runtime", "_per_second")):  # times differ
                 assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
-    # The compiled run saves the same files, and weights under their own names, without torch.compile's `_orig_mod`.
+    # The compiled run saves the same files, and names of weights without torch.compile's `_orig_mod`.
     assert {path.name for path in compiled.iterdir()} == {path.name for path in uncompiled.iterdir()}
     loaded = AutoModelForImageTextToText.from_pretrained(compiled)
     assert not any("_orig_mod" in name for name in loaded.state_dict())
@@ -217,6 +216,7 @@ def test_a_run_can_be_resumed_with_and_without_compiling(
     for setting, setting_fields in fields_by_setting.items():
         run(tmp_path, **setting_fields, output_dir=str(tmp_path / setting))
 
+    # The setting of the run that is broken off, and the setting with which it is resumed.
     for before, after in (("uncompiled", "compiled"), ("compiled", "uncompiled"), ("compiled", "compiled")):
         out = tmp_path / f"{before}, then {after}"
         shutil.copytree(tmp_path / before / "checkpoint-4", out / "checkpoint-4")

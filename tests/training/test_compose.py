@@ -1,6 +1,6 @@
-"""Composed and converted models: they compute what their parts did, and their image tokens start at the text's norm.
+"""Composed and converted models: they compute what their parts did, and image tokens start at the norm of text.
 
-Parts that don't fit together, and options that don't, are refused.
+Parts and options that don't fit are refused.
 """
 
 import json
@@ -58,8 +58,8 @@ CONVERSATION = [
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]},
 ]
-# CONVERSATION in the chat format of each language model. <|image_pad|>, <|reserved_special_token_0|>, <unused0> and
-# <image> are image tokens.
+# CONVERSATION in the chat format of each language model. The picture stands as the model's image token:
+# <|image_pad|>, <|reserved_special_token_0|>, <unused0> or <image>.
 RENDERED = {
     "qwen2": (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|image_pad|>\nWhat is it?<|im_end|>\n"
@@ -93,23 +93,22 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
 
-    # The text's norm is the mean norm of the embeddings as the decoder gets them. Embeddings that are all zeros don't
-    # count, such as the embedding of padding.
+    # The norm of text is the mean norm of the embeddings as the decoder gets them. Embeddings that are all zeros, such
+    # as the embedding of padding, don't count.
     language_model = AutoModelForCausalLM.from_pretrained(backbones(text))
     embeddings = language_model.get_input_embeddings().weight.detach().double()
     if text == "gemma3":
-        embeddings = embeddings * 32**0.5  # Gemma multiplies its embeddings by the root of their width
+        embeddings = embeddings * 32**0.5  # Gemma multiplies its embeddings by the root of the hidden size
     embedding_norms = embeddings.norm(dim=-1)
     text_norm = embedding_norms[embedding_norms > 0].mean().item()
     assert model.config.projector_norm_target == pytest.approx(text_norm, rel=1e-6)
 
-    # With a gain g in all of its 32 units, the norm layer gives tokens of the norm g * sqrt(32).
+    # If all 32 gains of the norm layer are g, image tokens have the norm g * sqrt(32).
     gain = model.model.multi_modal_projector.norm.weight
     torch.testing.assert_close(gain, torch.full_like(gain, text_norm / 32**0.5))
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
-    # Without the norm layer, image tokens would start at the norm of this layer's input. With DINOv2 that norm is not
-    # always so large.
+    # Without the norm layer, image tokens would start at more than twice the norm of text, except with DINOv2.
     if vision != "dinov2":
         assert norms["norm_input"] > 2 * norms["text"]
 
@@ -124,7 +123,7 @@ def test_the_language_model_gives_the_same_logits_as_before(
     with torch.no_grad():
         logits = model(input_ids=input_ids).logits
         expected_logits = language_model(input_ids=input_ids).logits
-    # The language model has 320 embeddings. The composed model may have one more, for image tokens.
+    # The language model has 320 embeddings. The composed model may have one more embedding, for image tokens.
     assert torch.equal(logits[..., :320], expected_logits)
 
 
@@ -137,7 +136,7 @@ def test_conversations_have_the_language_models_format_with_four_tokens_for_a_pi
     processor = AutoProcessor.from_pretrained(folder)
     assert processor.apply_chat_template(CONVERSATION) == RENDERED[text]
 
-    # The template marks the assistant's answers.
+    # In the same conversation with a real picture, the template marks the assistant's answers.
     question = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
     messages = list(CONVERSATION)
     messages[1] = {"role": "user", "content": question}
@@ -146,12 +145,12 @@ def test_conversations_have_the_language_models_format_with_four_tokens_for_a_pi
     )
     input_ids = batch["input_ids"][0]
     is_answer = batch["assistant_masks"][0].bool()
-    end = processor.tokenizer.eos_token
+    eos = processor.tokenizer.eos_token
     space = " " if text == "vicuna" else ""  # answers in Vicuna's format start with a space
-    assert processor.tokenizer.decode(input_ids[is_answer]) == f"{space}A dog.{end}{space}Yes.{end}"
-    bos = processor.tokenizer.bos_token_id
-    if bos is not None:
-        assert (input_ids == bos).sum() == 1
+    assert processor.tokenizer.decode(input_ids[is_answer]) == f"{space}A dog.{eos}{space}Yes.{eos}"
+    bos_token_id = processor.tokenizer.bos_token_id
+    if bos_token_id is not None:
+        assert (input_ids == bos_token_id).sum() == 1
 
     # The processor, the config and training count four image tokens for a picture.
     assert (input_ids == config.image_token_id).sum() == 4
@@ -186,12 +185,14 @@ def test_all_of_a_wide_picture_is_seen_unless_it_is_cropped(backbones: Callable[
         assert pixel_values.shape == (2, 3, 28, 28)
         return not torch.equal(pixel_values[0], pixel_values[1])
 
-    parts = (str(backbones(vision)), str(backbones("llama")))
-    _, processor = compose(*parts)
+    folders = (str(backbones(vision)), str(backbones("llama")))
+    _, processor = compose(*folders)
     assert shows_edge(processor)
-    # `center_crop` crops as the encoder's own processor does. SigLIP's doesn't crop, but squashes pictures.
-    _, processor = compose(*parts, center_crop=True)
-    assert shows_edge(processor) == (vision == "siglip")
+
+    # `center_crop` crops pictures if the encoder's own processor does. SigLIP's processor squashes pictures.
+    _, processor = compose(*folders, center_crop=True)
+    is_cropped = vision != "siglip"
+    assert shows_edge(processor) is not is_cropped
 
 
 # Chat templates of two language models, whose formats compose.py doesn't know by name.
@@ -211,7 +212,7 @@ OWN_TEMPLATES = {
 
 @pytest.mark.parametrize("on_system", ["{{ raise_exception('no system') }}", ""], ids=["refused", "left out"])
 def test_a_chat_format_without_system_messages_is_kept(backbones: Callable[[str], Path], on_system: str) -> None:
-    """The language model's template refuses system messages, or leaves them out. `on_system` is its code for them.
+    """The language model's template refuses or leaves out system messages, by the code `on_system`.
 
     The composed model's template puts a system message's text before the user's.
     """
@@ -225,8 +226,7 @@ def test_a_chat_format_without_system_messages_is_kept(backbones: Callable[[str]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
     our_template = chat_template(tokenizer, "<image>")
     rendered = tokenizer.apply_chat_template(messages, chat_template=our_template, tokenize=False)
-    # Whether a text begins with the BOS token is not tested.
-    assert rendered.removeprefix("<s>") == "<|user|>\nBe brief.\n\nWhat?</s>\n"
+    assert rendered.removeprefix("<s>") == "<|user|>\nBe brief.\n\nWhat?</s>\n"  # "<s>" is the BOS token
 
 
 @pytest.mark.parametrize("name", OWN_TEMPLATES)
@@ -326,7 +326,8 @@ def parts(backbones: Callable[[str], Path]) -> tuple[str, str]:
 def test_without_align_norm_the_gain_starts_at_1(parts: tuple[str, str]) -> None:
     model, _ = compose(*parts, align_norm=False)
     assert model.config.projector_norm_target is None
-    assert (model.model.multi_modal_projector.norm.weight == 1).all()
+    gain = model.model.multi_modal_projector.norm.weight
+    assert (gain == 1).all()
 
 
 def test_with_a_ratio_image_tokens_start_at_a_multiple_of_the_texts_norm(parts: tuple[str, str]) -> None:
@@ -381,11 +382,12 @@ def test_a_model_keeps_bfloat16_except_for_the_projectors_norm(parts: tuple[str,
     model, _ = compose(vision, str(tmp_path))
     for name, parameter in model.named_parameters():
         is_in_norm = "multi_modal_projector.norm" in name
-        assert parameter.dtype == (torch.float32 if is_in_norm else torch.bfloat16), name
+        expected_dtype = torch.float32 if is_in_norm else torch.bfloat16
+        assert parameter.dtype == expected_dtype, name
 
 
 def save_llava(folder: Path, source: Path, strategy: str) -> LlavaForConditionalGeneration:
-    """Save a random Llava that has the parts of the NormLlava in `source`, with the processor of `source`.
+    """Save a random Llava of the sizes of the NormLlava in `source`, with the processor of `source`.
 
     Args:
         folder: The folder to save into.
@@ -403,7 +405,7 @@ def save_llava(folder: Path, source: Path, strategy: str) -> LlavaForConditional
     torch.manual_seed(1)
     llava = LlavaForConditionalGeneration(llava_config).eval()
     llava.save_pretrained(folder)
-    # The file names the language model's weights as llava-hf's checkpoints do.
+    # In the file, the language model's weights have the names that they have in llava-hf's checkpoints.
     assert any(name.startswith("language_model.model.") for name in load_file(folder / "model.safetensors"))
     processor = AutoProcessor.from_pretrained(source)
     processor.vision_feature_select_strategy = strategy
@@ -441,18 +443,18 @@ def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
     picture: Image.Image,
     tmp_path: Path,
 ) -> None:
-    """A picture has four patches. CLIP has a class token before them."""
+    """A picture has four patches. CLIP has a class token before the patches."""
     folder = tmp_path / "llava"
     llava = save_llava(folder, composed(vision=vision, text="vicuna"), strategy)
     if old_names:
         rename_as_in_old_checkpoints(folder)
 
-    ratio = 1.0 if projector_norm == "none" else 2.0
+    ratio = 1.0 if projector_norm == "none" else 2.0  # other ratios need a norm layer
     model, processor = convert_llava(str(folder), projector_norm, norm_target_ratio=ratio)
     model.eval()
     assert model.config.llava_name_or_path == str(folder)  # the model card names the Llava
 
-    # All weights are kept, and only the norm's are added.
+    # All weights are kept, and only the norm layer's weights are added.
     weights = model.state_dict()
     llava_weights = llava.state_dict()
     for name, weight in llava_weights.items():
@@ -525,7 +527,7 @@ def test_language_models_that_would_give_other_answers_are_refused(
 
 
 def test_buffers_that_checkpoints_lack_are_filled_on_loading(parts: tuple[str, str], tmp_path: Path) -> None:
-    """Falcon-H1 has such a buffer. If loading left it unfilled, the model would compute with random memory."""
+    """Falcon-H1 has such a buffer. Without a value for the buffer, the model would compute with random memory."""
     vision, text = parts
     config = FalconH1Config(
         **TEXT_SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, eos_token_id=256
@@ -541,13 +543,16 @@ def test_buffers_that_checkpoints_lack_are_filled_on_loading(parts: tuple[str, s
 
 
 def test_only_a_llava_checkpoint_is_converted(composed: Callable[..., Path]) -> None:
-    # Converting a NormLlava would replace its norm layer, and with it a trained gain.
+    # Converting a NormLlava would replace a trained norm layer.
     with pytest.raises(ValueError, match="has model_type 'normllava', a Llava is needed"):
         convert_llava(str(composed()))
 
 
 def test_an_encoder_with_register_tokens_is_refused(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    """The encoder has a class token and four registers before the patches. Llava can leave out only one token."""
+    """The encoder has a class token and four registers before the four patches.
+
+    Llava can leave out only the class token, so that eight tokens are left.
+    """
     config = Dinov2WithRegistersConfig(**VISION_SIZES, image_size=28, patch_size=14)
     encoder = Dinov2WithRegistersModel(config)
     encoder.save_pretrained(tmp_path)
@@ -595,7 +600,7 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
 def test_wrong_options_are_refused(
     options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()  # now the folder is not empty
+    (tmp_path / "file").touch()  # so that the folder is not empty
     arguments = options.format(full_folder=tmp_path).split()
     with pytest.raises(SystemExit):
         main(arguments)

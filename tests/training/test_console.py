@@ -24,7 +24,7 @@ def test_the_console_shows_a_table(
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
 
-    # The run has 8 steps. The table has a line for every second step. The first of these lines begins with " 2/8 ".
+    # The run logs every second of its 8 steps. A line of the table begins with, for example, " 2/8 ".
     table = [line.split() for line in printed.err.splitlines() if re.match(r" +\d/8 ", line)]
     assert [cells[0] for cells in table] == ["2/8", "4/8", "6/8", "8/8"]
     steps = read_steps(tmp_path / "out")
@@ -33,17 +33,17 @@ def test_the_console_shows_a_table(
         norm_ratio = cells[3]
         assert loss == f"{step['loss']:.4f}"
         assert norm_ratio == f"{step['norm/ratio']:.3f}"
-    last_line = table[-1]
-    time_left = last_line[-1]
+    cells_of_last_line = table[-1]
+    time_left = cells_of_last_line[-1]
     assert time_left == "0:00:00"
-    # The table doesn't show the gradient's norm in each module, which the run logs.
+    # The gradient's norm in each module is logged, but not printed.
     assert "grad_norm/" not in printed.err
     assert "grad_norm/" not in printed.out
 
 
 def test_ctrl_c_ends_a_run_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    # The run has one epoch, of 99 times the 30 rows, so that the epoch lasts longer than the test. The data loader's
-    # workers end with an epoch, and would print a traceback if Ctrl-C, which goes to them too, came at that moment.
+    # One epoch has 99 times the 30 rows, and so lasts longer than the test. At the end of an epoch, the data loader's
+    # workers end, and a Ctrl-C at that moment would make them print a traceback.
     fields = {**FAST, **INSTRUCT, "model_name_or_path": str(composed()), "disable_tqdm": True, "save_steps": 3}
     fields |= {"datasets": [{"path": str(data), "weight": 99}], "num_train_epochs": 1, "dataloader_num_workers": 2}
     fields["output_dir"] = str(tmp_path / "out")
@@ -64,7 +64,7 @@ def test_ctrl_c_ends_a_run_with_one_line(composed: Callable[..., Path], data: Pa
     os.killpg(process.pid, signal.SIGINT)
 
     _, printed = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT  # as shells report a program that a signal has ended
+    assert process.returncode == 128 + signal.SIGINT  # the shell's exit code for a program that a signal has ended
     assert "Traceback" not in printed
     last_line = printed.splitlines()[-1]
     message = r"Stopped\. Resume with the same command and --resume_from_checkpoint true, from checkpoint-\d+\."

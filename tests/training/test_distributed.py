@@ -27,23 +27,25 @@ from script_runs import (
 )
 
 
-# The script that trains with FSDP2 on CPUs, instead of training/sft.py.
+# A script that runs training/sft.py with FSDP2 on CPUs.
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
-# The script that trains with little memory, or with a loss that isn't finite.
+# A script that runs training/sft.py with little memory, or with a loss that isn't finite.
 STAGED_ON_CPU = "tests/training/staged_cpu.py"
 # Arguments of `launch` for two processes with DDP on the CPU.
 TWO_PROCESSES = ("--config_file", "training/accelerate/cpu_ddp.yaml")
 
 
-def launch(folder: Path, *arguments: str, script: str = "training/sft.py", fails: bool = False, **fields: Any) -> str:
+def launch(
+    folder: Path, *arguments: str, script: str = "training/sft.py", should_fail: bool = False, **fields: Any
+) -> str:
     """Run a script by `accelerate launch`.
 
     Args:
         folder: The folder to write the recipe into.
         arguments: Options of `accelerate launch`.
         script: The script's path in the repository.
-        fails: Whether the script is expected to fail.
-        fields: The recipe's fields, beside those of FAST.
+        should_fail: Whether the script must fail.
+        fields: The recipe's fields, besides `FAST`.
 
     Returns:
         What the script prints to stderr.
@@ -53,15 +55,16 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", fails
     launcher = ["-m", "accelerate.commands.launch", "--main_process_port=0"]  # 0 takes any free port
     command = [sys.executable, *launcher, *arguments, script, "--config", recipe]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert (result.returncode != 0) == fails, result.stderr[-3000:]
+    has_failed = result.returncode != 0
+    assert has_failed == should_fail, result.stderr[-3000:]
     return result.stderr
 
 
 def two_processes_on_cpu(name: str, folder: Path, mixed_precision: str = "no") -> tuple[str, str]:
     """Arguments of `launch` for two processes on the CPU.
 
-    They name a file of accelerate's configuration, which is written into `folder`. It is
-    training/accelerate/`name`.yaml, except for the number of processes, the precision and the use of the CPU.
+    The arguments name a file with accelerate's configuration. The file is a copy of training/accelerate/`name`.yaml in
+    `folder`, with another number of processes, precision and device.
     """
     config = yaml.safe_load((ROOT / "training" / "accelerate" / f"{name}.yaml").read_text())
     config |= {"num_processes": 2, "mixed_precision": mixed_precision, "use_cpu": True}
@@ -71,16 +74,16 @@ def two_processes_on_cpu(name: str, folder: Path, mixed_precision: str = "no") -
 
 
 def assert_same_weights(folder: Path, expected_folder: Path, start: Path) -> None:
-    """Check that two runs have moved their weights in the same way from those in `start`.
+    """Check that two runs have moved the weights of `start` in the same way.
 
-    The weights may differ by a hundredth of how far they have moved.
+    The weights of the runs may differ by a hundredth of how far they have moved.
     """
     weights = load_weights(folder)
     expected_weights = load_weights(expected_folder)
     weights_before = load_weights(start)
     assert weights.keys() == weights_before.keys()
     for name, weight in weights.items():
-        # The gradient of a key's bias is only rounding, because the softmax cancels it, and Adam scales rounding up.
+        # The softmax cancels the bias of keys. So the gradient is only rounding, which Adam scales up.
         if name.endswith("k_proj.bias"):
             continue
         distance_moved = (expected_weights[name] - weights_before[name]).norm()
@@ -91,7 +94,7 @@ def assert_same_weights(folder: Path, expected_folder: Path, start: Path) -> Non
 def assert_same_log(folder: Path, expected_folder: Path, num_steps: int) -> None:
     """Check that two runs have logged the same losses, norms, numbers of tokens and learning rates.
 
-    The lines of steps and of evaluations are compared, but not the last line, which is about the whole run.
+    The lines on steps and evaluations are compared, but not the last line, which is on the whole run.
     """
     assert len(read_steps(folder)) == num_steps
     names_to_compare = {"loss", "eval/loss", "eval/loss_blank", "num_tokens", "learning_rate"}
@@ -104,7 +107,7 @@ def assert_same_log(folder: Path, expected_folder: Path, num_steps: int) -> None
                 assert line[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-7), name
 
 
-def test_two_processes_train_as_one_and_one_can_resume_their_run(
+def test_two_processes_train_as_one_process_which_can_resume_their_run(
     composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     fields = {**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4, "global_batch_size": 10}
@@ -131,8 +134,8 @@ def test_two_processes_train_as_one_and_one_can_resume_their_run(
 def test_losses_are_those_of_one_process(
     composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    # An epoch of 25 rows has three steps of 8 rows, and a fourth step of one row, for which all processes but one get
-    # an empty batch.
+    # An epoch of 25 rows has three steps of 8 rows, and a fourth step of one row. In the fourth step, only one process
+    # has a row, and the others get an empty batch.
     rows = json.loads(data.read_text())[:25]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "image_folder": str(data.parent)}
@@ -141,14 +144,14 @@ def test_losses_are_those_of_one_process(
     def train(num_processes: int, *arguments: str) -> list[dict[str, float]]:
         out = tmp_path / str(num_processes)
         if not packing:
-            fields["per_device_train_batch_size"] = 8 // num_processes
+            fields["per_device_train_batch_size"] = 8 // num_processes  # the processes' batches make one global batch
         launch(tmp_path, *arguments, **fields, output_dir=str(out))
         return read_steps(out)
 
     expected_steps = train(1, "--cpu")
     assert len(expected_steps) == 8  # four in each epoch
     for num_processes in (2, 4):
-        arguments = (*TWO_PROCESSES, "--num_processes", str(num_processes))  # this wins over the file
+        arguments = (*TWO_PROCESSES, "--num_processes", str(num_processes))  # overrides the file's number
         steps = train(num_processes, *arguments)
         for step, expected in zip(steps, expected_steps, strict=True):
             assert step["num_tokens"] == expected["num_tokens"]
@@ -176,7 +179,10 @@ def write_shards(data: Path, folder: Path) -> set[str]:
         last_bad = len(shard_rows) - 1
         bad_rows |= {f"{folder}, row {shard}.{first_bad}", f"{folder}, row {shard}.{last_bad}"}
 
-        images = [[row["image"]] if "image" in row else [] for row in shard_rows]
+        images = []
+        for row in shard_rows:
+            has_picture = "image" in row
+            images.append([row["image"]] if has_picture else [])
         columns = {
             "id": [f"{shard}.{number}" for number in range(len(shard_rows))],
             "images": pa.array(images, pa.list_(pa.string())),
@@ -219,14 +225,14 @@ PADDED_AND_EVALUATED = {
 }  # fmt: skip
 
 
-# `resumed_after` has the steps from whose checkpoints the run is resumed. After step 3, the last one, the resumed run
-# only has to save the final model.
+# `resumed_after` has the steps from whose checkpoints the run is resumed. Step 3 is the last step, so a run that is
+# resumed after step 3 only has to save the final model.
 @pytest.mark.parametrize(
     ("text", "kind_fields", "resumed_after"),
     [
         pytest.param("qwen2", PACKED, [2], id="packed"),
         pytest.param("qwen2", PACKED, [3], marks=pytest.mark.slow, id="packed, the last save"),
-        # Gemma's head and its embeddings are the same tensor.
+        # Gemma's LM head and embeddings are the same tensor.
         pytest.param("gemma3", PADDED_AND_EVALUATED, [2, 3], marks=pytest.mark.slow, id="evaluated, tied head"),
     ],
 )
@@ -250,7 +256,7 @@ def test_sharded_training_is_that_of_one_process(
     assert_same_log(sharded, one, num_steps=3)
     assert_same_weights(sharded, one, start=composed(text=text))
 
-    # Both runs save the same files, except that the sharded one saves no training_args.bin.
+    # Both runs save the same files, except that the sharded run saves no training_args.bin.
     file_names = {path.name for path in one.iterdir()} - {"training_args.bin"}
     assert {path.name for path in sharded.iterdir()} == file_names
     for name in ("config.json", "generation_config.json", "modeling_normllava.py"):
@@ -279,7 +285,7 @@ def test_sharding_in_bfloat16_does_not_round_the_loss(
 
 # Recipe fields of compiled runs, by the name of accelerate's configuration.
 COMPILED: dict[str, dict[str, Any]] = {
-    # sdpa, because with "varlen", the default for packed rows, a checkpointed layer isn't compiled on a CPU.
+    # With "varlen", the default for packed rows, a checkpointed layer isn't compiled on a CPU.
     "fsdp2": {**INSTRUCT, **PACKED, "attn_implementation": "sdpa", "gradient_checkpointing": True},
     "cpu_ddp": {"stage": "adapt", "lora_r": 4, "per_device_train_batch_size": 5, "gradient_checkpointing": True},
 }
@@ -288,7 +294,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("config_name", COMPILED)
-def test_two_processes_with_compiled_layers_train_as_one_without(
+def test_two_processes_with_compiled_layers_train_as_one_process_without(
     composed: Callable[..., Path], data: Path, tmp_path: Path, config_name: str
 ) -> None:
     fields = {**COMPILED[config_name], "model_name_or_path": str(composed()), "dataset_name": str(data)}
@@ -301,7 +307,7 @@ def test_two_processes_with_compiled_layers_train_as_one_without(
     two_processes = two_processes_on_cpu(config_name, tmp_path)
     launch(tmp_path, *two_processes, script=script, **fields, output_dir=str(two))
     assert_same_log(two, one, num_steps=3)
-    if config_name == "fsdp2":  # the other run saves an adapter, no whole model
+    if config_name == "fsdp2":  # the run of "cpu_ddp" saves an adapter instead of a whole model
         assert_same_weights(two, one, start=composed())
 
 
@@ -312,8 +318,9 @@ def test_a_loss_that_is_not_finite_on_one_process_stops_both(
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
     fields |= {"logging_steps": 10, "output_dir": str(tmp_path / "out")}
     monkeypatch.setenv("STAGED_NAN", "1")
-    printed = launch(tmp_path, *TWO_PROCESSES, script=STAGED_ON_CPU, fails=True, **fields)
-    assert printed.count("UserError: The loss or the gradient's norm was not finite in one of the steps 1 to 3;") == 2
+    printed = launch(tmp_path, *TWO_PROCESSES, script=STAGED_ON_CPU, should_fail=True, **fields)
+    message = "UserError: The loss or the gradient's norm was not finite in one of the steps 1 to 3;"
+    assert printed.count(message) == 2  # one message of each process
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
@@ -329,8 +336,10 @@ def test_processes_agree_on_checkpointing(
     if config_name == "fsdp2":
         monkeypatch.setenv("STAGED_FSDP", "1")
 
+    # A pass takes 1000 bytes, and may take 90% of a process's memory.
+    memory_of_processes = {"enough": "2000,2000", "too little on one": "2000,1100"}
     checkpointed = {}
-    for name, memory in {"enough": "2000,2000", "too little on one": "2000,1100"}.items():
+    for name, memory in memory_of_processes.items():
         monkeypatch.setenv("STAGED_MEMORY", memory)
         launch(tmp_path, *config, script=STAGED_ON_CPU, **fields, output_dir=str(tmp_path / name))
         run_record = json.loads((tmp_path / name / "run.json").read_text())

@@ -1,4 +1,4 @@
-"""Held-out rows during training: their losses are right, and training gives the same weights as without them."""
+"""Held-out rows during training: their losses are right, and evaluating them doesn't change the trained weights."""
 
 import json
 from collections.abc import Callable
@@ -24,22 +24,23 @@ from training import sft
 # Recipe fields of an evaluation every two steps, and at the end.
 EVERY_TWO_STEPS = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
 QLORA = {"stage": "adapt", "load_in_4bit": True, "bf16": True, "lora_dropout": 0.3}
-# The longest of the fixture's held-out rows need more than the 120 tokens of PACKED.
+# The longest held-out rows need more than the 120 tokens of `PACKED`.
 PACKED_LONGER = {**PACKED, "packed_length": 260}
 
 
 @pytest.fixture(scope="session")
 def held_out(data: Path) -> Path:
-    """The path of 11 rows with one to three answers. Some first answers are far longer than others.
+    """The path of a file with 11 rows of one to three answers. Some first answers are much longer than others.
 
     Rows 0, 1 and 10 have no picture.
     """
     rows = json.loads(data.read_text())[2:13]
-    more = [{"from": "human", "value": "More?"}, {"from": "gpt", "value": "No."}]
+    second_question = {"from": "human", "value": "More?"}
+    second_answer = {"from": "gpt", "value": "No."}
     for number, row in enumerate(rows):
         turns = row["conversations"]
         turns[-1]["value"] += " and so on" * (number % 4) ** 2
-        turns += more * (number % 3)
+        turns += [second_question, second_answer] * (number % 3)
 
     path = data.parent / "held_out.json"
     path.write_text(json.dumps(rows))
@@ -62,12 +63,12 @@ def read_evaluations(folder: Path) -> list[dict[str, float]]:
 def plain_losses(folder: Path, held_out: Path, is_align: bool) -> tuple[float, float]:
     """The mean loss of a token with the rows' pictures, and the mean loss with blank pictures.
 
-    Both are computed without the code of training: the model runs on one row after the other.
+    Both losses are computed without the code of training: the model runs on one row after the other.
 
     Args:
         folder: The model's folder.
         held_out: The path of the rows.
-        is_align: Whether rows are a picture and a caption, as in stage "align", and not in the chat format.
+        is_align: Whether rows are a picture and a caption, as in stage "align". Otherwise they have the chat format.
     """
     processor = AutoProcessor.from_pretrained(folder)
     template = processor.chat_template
@@ -85,20 +86,20 @@ def plain_losses(folder: Path, held_out: Path, is_align: bool) -> tuple[float, f
         # The logits at a position are for the next token.
         return nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum").item()
 
-    loss = 0.0
-    loss_blank = 0.0
+    total_loss = 0.0
+    total_loss_blank = 0.0
     num_tokens = 0
     for raw_row in load_rows(str(held_out)):
         row = tokenize(raw_row)
-        # A tokenized row has one token for each picture; the model gets all of the picture's image tokens.
+        # A tokenized row has one token for each picture, where the model gets all image tokens of the picture.
         input_ids = torch.tensor([tokenize.repeat_at_pictures(row["input_ids"], row)])
         labels = torch.tensor([tokenize.repeat_at_pictures(row["labels"], row)])
         images = open_images(row)
         blank_images = [Image.new(image.mode, image.size) for image in images]  # all black
-        loss += sum_loss(input_ids, labels, images)
-        loss_blank += sum_loss(input_ids, labels, blank_images)
+        total_loss += sum_loss(input_ids, labels, images)
+        total_loss_blank += sum_loss(input_ids, labels, blank_images)
         num_tokens += int((labels != IGNORED).sum())
-    return loss / num_tokens, loss_blank / num_tokens
+    return total_loss / num_tokens, total_loss_blank / num_tokens
 
 
 ALIGN_PADDED = {"stage": "align", "per_device_train_batch_size": 5}
@@ -114,14 +115,15 @@ def test_the_losses_are_those_of_a_plain_computation(
     stage_fields: dict[str, Any],
 ) -> None:
     is_align = stage_fields["stage"] == "align"
+    rows_file = held_out
     if is_align:
         # Stage "align" takes rows of one question and one answer.
         rows = json.loads(held_out.read_text())
         for row in rows:
             row["conversations"] = row["conversations"][:2]
-        held_out = held_out.with_name("captions.json")
-        held_out.write_text(json.dumps(rows))
-        fields["eval_dataset_name"] = str(held_out)
+        rows_file = held_out.with_name("captions.json")
+        rows_file.write_text(json.dumps(rows))
+        fields["eval_dataset_name"] = str(rows_file)
 
     fields |= {**stage_fields, **EVERY_TWO_STEPS}
     fields |= {"max_steps": 3, "global_batch_size": 10, "gradient_checkpointing": True}
@@ -130,11 +132,11 @@ def test_the_losses_are_those_of_a_plain_computation(
 
     evaluations = read_evaluations(out)
     assert [evaluation["step"] for evaluation in evaluations] == [2, 3]
-    last = evaluations[-1]
-    loss, loss_blank = plain_losses(out, held_out, is_align)
-    assert last["eval/loss"] == pytest.approx(loss, rel=1e-5)
-    assert last["eval/loss_blank"] == pytest.approx(loss_blank, rel=1e-5)
-    assert abs(loss - loss_blank) > 1e-4  # so far apart that taking one for the other would fail above
+    last_evaluation = evaluations[-1]
+    loss, loss_blank = plain_losses(out, rows_file, is_align)
+    assert last_evaluation["eval/loss"] == pytest.approx(loss, rel=1e-5)
+    assert last_evaluation["eval/loss_blank"] == pytest.approx(loss_blank, rel=1e-5)
+    assert abs(loss - loss_blank) > 1e-4  # so that the lines above would notice swapped losses
     assert f"held out: loss {loss:.4f}, with blank pictures {loss_blank:.4f}" in capsys.readouterr().err
 
 
@@ -168,7 +170,7 @@ def test_held_out_rows_are_checked_as_the_rows_of_training_are(
         run(tmp_path, **fields, **INSTRUCT, **EVERY_TWO_STEPS, output_dir=str(tmp_path / "out"))
 
 
-def test_bad_rows_are_listed_apart_from_those_of_training(
+def test_bad_held_out_rows_have_a_list_of_their_own(
     fields: dict[str, Any], data: Path, held_out: Path, tmp_path: Path
 ) -> None:
     train_rows = json.loads(data.read_text())
@@ -186,7 +188,7 @@ def test_bad_rows_are_listed_apart_from_those_of_training(
         (line,) = (out / file_name).read_text().splitlines()
         return json.loads(line)["source"]
 
-    # A resumed run writes the lists anew, so each still has one line.
+    # A resumed run writes the lists anew, so each list still has one line.
     for resume in (False, True):
         fields["resume_from_checkpoint"] = resume
         run(tmp_path, **fields, **INSTRUCT, **EVERY_TWO_STEPS, max_steps=2, output_dir=str(out))
@@ -196,7 +198,7 @@ def test_bad_rows_are_listed_apart_from_those_of_training(
 
 @pytest.mark.parametrize("save_strategy", ["best", "steps"])
 def test_the_best_checkpoint_is_kept(fields: dict[str, Any], tmp_path: Path, save_strategy: str) -> None:
-    """With `save_strategy` "best" only the best checkpoint is kept, with "steps" also the last one."""
+    """With `save_strategy` "best" only the best checkpoint is kept, with "steps" also the last checkpoint."""
     # With this learning rate the loss falls at first and then rises, so the best checkpoint is not the last.
     settings = {**fields, **INSTRUCT, **EVERY_TWO_STEPS, "num_train_epochs": 2, "learning_rate": 0.05}
     settings |= {"lr_scheduler_type": "constant", "save_strategy": save_strategy, "metric_for_best_model": "loss"}
@@ -222,10 +224,10 @@ def test_the_best_checkpoint_is_kept(fields: dict[str, Any], tmp_path: Path, sav
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [{}, PACKED_LONGER], ids=["padded", "packed"])
-def test_two_processes_measure_the_same_losses_as_one(
+def test_two_processes_measure_the_same_losses_as_one_process(
     fields: dict[str, Any], tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    # The 11 held-out rows don't fill batches of 3. With two processes, some batches have no picture.
+    # The last batch of the 11 held-out rows has fewer than 3. With two processes, some batches have no picture.
     settings = {**fields, **INSTRUCT, **EVERY_TWO_STEPS, **packing, "global_batch_size": 10}
     if not packing:
         settings["per_device_train_batch_size"] = 5

@@ -60,9 +60,9 @@ def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     for visual_keys, text_keys in zip(visual, text, strict=True):
         keys = torch.cat([visual_keys, text_keys])
         squared_distances = (keys[:, None] - keys[None]).square().sum(-1)  # [num_tokens, num_tokens]
-        variance = mean_over_pairs(squared_distances).detach()  # σ²
-        kernels = [torch.exp(-squared_distances / (bandwidth * variance)) for bandwidth in BANDWIDTHS]
-        kernel = torch.stack(kernels).mean(0)
+        sigma_squared = mean_over_pairs(squared_distances).detach()
+        kernels = [torch.exp(-squared_distances / (bandwidth * sigma_squared)) for bandwidth in BANDWIDTHS]
+        kernel = torch.stack(kernels).mean(0)  # [num_tokens, num_tokens]
 
         num_visual = len(visual_keys)
         within_visual = mean_over_pairs(kernel[:num_visual, :num_visual])
@@ -101,12 +101,14 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # The MMD may compare keys of different numbers of tokens. The Gram distance compares keys of the same tokens.
 @pytest.mark.parametrize(
-    ("loss_function", "plain_function", "num_second"),
+    ("loss_function", "plain_function", "num_second_keys"),
     [pytest.param(mmd, plain_mmd, 5, id="mmd"), pytest.param(gram_distance, plain_gram, 7, id="gram distance")],
 )
-def test_losses_and_gradients_follow_the_formulas(loss_function: Loss, plain_function: Loss, num_second: int) -> None:
+def test_losses_and_gradients_follow_the_formulas(
+    loss_function: Loss, plain_function: Loss, num_second_keys: int
+) -> None:
     first = random_keys(7, seed=0).requires_grad_()
-    second = random_keys(num_second, seed=1) + 0.7  # without this shift the MMD would be about 0
+    second = random_keys(num_second_keys, seed=1) + 0.7  # without this shift the MMD would be about 0
     second.requires_grad_()
     loss = loss_function(first, second)
     expected_loss = plain_function(first, second)
@@ -134,11 +136,11 @@ class Batch:
         folder: The folder of a model.
         data: The path of the fixture `data`, beside which the pictures are.
         packed: Whether the batch is packed.
-        picture_numbers: The numbers of the pictures of the other rows. Each of these rows has one picture.
+        picture_numbers: The number of the picture of each other row.
 
     Attributes:
         inputs: Arguments for the model.
-        visual: Which tokens are image tokens of a picture, `(num_rows, row_length)`.
+        visual: Which tokens are image tokens of a row's picture, `(num_rows, row_length)`.
         text: Which tokens are text, and no special tokens, `(num_rows, row_length)`.
     """
 
@@ -160,9 +162,9 @@ class Batch:
         is_special = torch.isin(input_ids, torch.tensor(processor.tokenizer.all_special_ids))
         assert is_special.any()  # special tokens are padding, BOS and delimiters
         self.text = ~is_special & ~is_image_token
-        self.visual = is_image_token
-        if not picture_numbers:
-            # The image tokens are those of a blank picture, which the collator has added.
+        if picture_numbers:
+            self.visual = is_image_token
+        else:  # all image tokens are of a blank picture, which the collator has added
             self.visual = torch.zeros_like(is_image_token)
 
 
@@ -173,21 +175,23 @@ def with_key_adapters(composed: Callable[..., Path], tmp_path: Path) -> Callable
     New key adapters would have `up` at 0, and so some gradients of 0.
     """
 
-    def folder(text: str = "qwen2") -> Path:
+    def save_model(text: str = "qwen2") -> Path:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
         model = add_key_adapters(model, rank=4, alpha=8, dropout=0.0)  # dropout would make passes differ
         generator = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             if name.endswith("key_adapter.up"):
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-        model.save_pretrained(tmp_path / "key_adapters")
-        AutoProcessor.from_pretrained(composed(text=text)).save_pretrained(tmp_path / "key_adapters")
-        return tmp_path / "key_adapters"
+        folder = tmp_path / "key_adapters"
+        model.save_pretrained(folder)
+        processor = AutoProcessor.from_pretrained(composed(text=text))
+        processor.save_pretrained(folder)
+        return folder
 
-    return folder
+    return save_model
 
 
-# The weights of both losses in the penalty.
+# The weights of the two losses in the penalty.
 MMD_WEIGHT = 0.3
 GRAM_WEIGHT = 0.7
 
@@ -200,8 +204,7 @@ def load_with_alignment(folder: Path) -> tuple[NormLlavaForConditionalGeneration
     return model.train(), KeyAlignment(model, processor, mmd_weight=MMD_WEIGHT, gram_weight=GRAM_WEIGHT)
 
 
-def add_over_processes(sums: torch.Tensor) -> torch.Tensor:
-    """The sums over all processes, for `KeyAlignment.collect`. Here a single process has all of them."""
+def sum_over_one_process(sums: torch.Tensor) -> torch.Tensor:
     return sums
 
 
@@ -217,7 +220,7 @@ def keys_by_head(keys: torch.Tensor, attention: Any, with_norm: bool) -> torch.T
 
 
 def plain_penalty(model: NormLlavaForConditionalGeneration, batch: Batch, with_norm: bool = False) -> torch.Tensor:
-    """The penalty by its formula, from the inputs and outputs of each `k_proj` in a forward pass of its own.
+    """The penalty by its formula, from the inputs and outputs of each `k_proj` in another forward pass.
 
     Args:
         model: The model.
@@ -275,30 +278,30 @@ def test_the_penalty_follows_its_formula(
     assert penalty.dtype == torch.double
     assert penalty.item() == pytest.approx(expected_penalty.item(), rel=1e-9)
     nonzero_gradients = [gradient for gradient in gradients if gradient is not None and gradient.any()]
-    assert len(nonzero_gradients) > 10  # with few of them the comparison below would show little
-    tolerance = 1e-6 if text == "gemma3" else 1e-12  # Gemma's norms compute in float32
+    assert len(nonzero_gradients) > 10  # otherwise the comparison below would show little
+    absolute_tolerance = 1e-6 if text == "gemma3" else 1e-12  # Gemma's norm layers compute in float32
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
-        if expected is None:  # the parameter has no part in the penalty
+        if expected is None:  # the penalty doesn't depend on the parameter
             assert gradient is None or not gradient.any()
         else:
-            torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=tolerance)
+            torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=absolute_tolerance)
 
-    # The two losses are logged without their weights. Once collected, they are not logged again.
-    logs = alignment.collect(add_over_processes)
+    # The two losses are logged without their weights, and only once.
+    logs = alignment.collect(sum_over_one_process)
     weighted_sum = MMD_WEIGHT * logs["key_mmd"] + GRAM_WEIGHT * logs["key_gram"]
     assert weighted_sum == pytest.approx(expected_penalty.item(), rel=1e-9)
-    assert alignment.collect(add_over_processes) == {}
+    assert alignment.collect(sum_over_one_process) == {}
 
 
 def test_the_penalty_leaves_out_sinks(with_key_adapters: Callable[..., Path], data: Path) -> None:
     folder = with_key_adapters()
     model, alignment = load_with_alignment(folder)
     batch = Batch(folder, data, packed=False)
-    # Make a sink, which is a token with a huge norm, of any text token of the last row.
+    # Give a text token of the last row a huge norm, which makes the token a sink.
     text_ids = batch.inputs["input_ids"][-1][batch.text[-1]]
     sink_id = int(text_ids[3])
     model.get_input_embeddings().weight.data[sink_id] *= 1000
-    batch.text &= batch.inputs["input_ids"] != sink_id  # wherever the token stands
+    batch.text &= batch.inputs["input_ids"] != sink_id  # in all rows
     model(**batch.inputs)
     assert alignment.penalty().item() == pytest.approx(plain_penalty(model, batch).item(), rel=1e-9)
 
@@ -321,7 +324,7 @@ def test_a_pass_in_eval_mode_adds_nothing(with_key_adapters: Callable[..., Path]
     model.eval()
     model(**Batch(folder, data, packed).inputs)
     assert alignment.penalty().item() == 0
-    assert alignment.collect(add_over_processes) == {}
+    assert alignment.collect(sum_over_one_process) == {}
 
 
 @pytest.fixture
@@ -334,16 +337,13 @@ def same_rows(data: Path) -> Path:
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_step_of_two_passes_is_that_of_one_pass_for_equal_rows(
+def test_on_equal_rows_a_step_of_two_passes_is_like_a_step_of_one_pass(
     with_key_adapters: Callable[..., Path],
     same_rows: Path,
     tmp_path: Path,
     num_processes: int,
 ) -> None:
-    """All passes have the same rows, so the mean of two passes is that of one pass.
-
-    The two passes of a step come one after the other, or in two processes.
-    """
+    """The two passes of a step come one after the other, or in two processes."""
     fields = {**ADAPT, "model_name_or_path": str(with_key_adapters()), "dataset_name": str(same_rows), "max_steps": 2}
     fields |= {"key_mmd_weight": 30.0, "key_gram_weight": 3.0, "optim": "sgd", "learning_rate": 0.1}
     fields |= {"max_grad_norm": 0, "per_device_train_batch_size": 2, "logging_steps": 1}
@@ -384,13 +384,13 @@ def test_a_run_aligns_keys_and_its_adapter_loads_and_merges(
     assert steps[-1]["key_mmd"] < 0.5 * steps[0]["key_mmd"]
     assert steps[-1]["key_gram"] > 0
 
-    # Key adapters are saved with all their weights, and `k_proj` has no LoRA beside them.
+    # Key adapters are saved with all their weights, and `k_proj` has no LoRA besides.
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     key_adapter_weights = {name.split(".")[-1] for name in saved if ".key_adapter." in name}
     assert key_adapter_weights == {"down", "up", "gate_weight", "gate_bias"}
     assert not any("k_proj" in name and "lora_" in name for name in saved)
 
-    # The merged model and the adapter, each loaded from its folder, give the logits of the trained model.
+    # The merged model and the adapter, loaded from their folders, give the logits of the trained model.
     merged = merge(tmp_path / "adapter").eval()
     for name, _ in merged.named_parameters():
         assert "lora" not in name
@@ -422,5 +422,5 @@ def test_which_stages_train_key_adapters(composed: Callable[..., Path], stage: S
             assert parameter.requires_grad == (stage is not Stage.ALIGN), name
         elif "k_proj.base" in name:
             assert parameter.requires_grad == (stage is Stage.INSTRUCT), name
-    # Only in stage "adapt" is there a PEFT model, which trains copies of modules and keeps the originals.
+    # In stage "adapt", PEFT trains copies of modules, and keeps the original modules.
     assert (num_originals > 0) == (stage is Stage.ADAPT)

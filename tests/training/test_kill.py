@@ -16,9 +16,9 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 ADAPT = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4}
-# `None` takes a field of FAST out of the recipe.
+# `None` takes a field of `FAST` out of the recipe.
 STREAM = {"dataset_streaming": True, "max_steps": 8, "global_batch_size": None, "gradient_accumulation_steps": 2}
-# The recipe fields of each kind of run. The last kind trains key adapters, so its model has them.
+# The recipe fields of each kind of run. The last kind has a model with key adapters, and trains them.
 KINDS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": "align"},
     "stage 2": INSTRUCT,
@@ -26,19 +26,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 2, streaming": {**INSTRUCT, **STREAM},
     "stage 2, streaming with two workers": {**INSTRUCT, **STREAM, "dataloader_num_workers": 2},
     "QLoRA, packed": {**ADAPT, **PACKED},
-    "MaLoRA-style, packed": {**ADAPT, **PACKED, "lora_dropout": 0.05, "key_mmd_weight": 0.1, "key_gram_weight": 0.1},
+    "key adapters, packed": {**ADAPT, **PACKED, "lora_dropout": 0.05, "key_mmd_weight": 0.1, "key_gram_weight": 0.1},
 }
 
 
 def run_driver(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *events: int) -> None:
-    """Run kill_driver.py, which documents what an event is.
+    """Run kill_driver.py, in which an operation on a file of the run's output folder is an event.
 
-    The driver kills and resumes a run in `folder/N` at each event N. Without events, it trains an unbroken run.
+    For each event N, the driver kills and resumes a run in `folder/N`. Without events, it trains an unbroken run.
     """
     key_adapter_rank = 4 if "key_mmd_weight" in KINDS[kind] else 0
     fields = {**FAST, **KINDS[kind], "dataset_name": str(data), "save_steps": 3, "logging_steps": 1}
     fields["model_name_or_path"] = str(composed(key_adapter_rank=key_adapter_rank))
-    fields["output_dir"] = "unused"  # the driver gives another folder on the command line, which wins
+    fields["output_dir"] = "unused"  # the driver's command line overrides this
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**fields))
 
@@ -57,7 +57,7 @@ def train_unbroken(kind: str, composed: Callable[..., Path], data: Path, folder:
 
 
 def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
-    """Check that the run killed at an event has the weights and the log of the unbroken run."""
+    """Check that the run killed at an event, and resumed, has the weights and metrics of the unbroken run."""
     unbroken = folder / "unbroken"
     killed = folder / str(event)
     file_name = "adapter_model.safetensors" if KINDS[kind]["stage"] == "adapt" else "model.safetensors"
@@ -65,15 +65,16 @@ def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
 
     steps = read_steps(killed)
     expected_steps = read_steps(unbroken)
-    # Steps of 4 rows: they take more than the 30 rows of an epoch, so a stream has begun anew.
+    # The 8 steps have 4 rows each. After the data set's 30 rows, a stream begins anew.
     assert len(expected_steps) == 8
     for step, expected in zip(steps, expected_steps, strict=True):
         for name in ("step", "epoch", "loss", "num_tokens", "norm/visual"):
+            # A step without pictures has no "norm/visual".
             assert step.get(name) == expected.get(name), (event, name)
 
 
 @pytest.mark.parametrize("kind", ["stage 2, packed", "stage 2, streaming with two workers"])
-def test_a_run_killed_at_two_points_ends_as_the_unbroken_one(
+def test_a_run_killed_at_two_points_ends_like_the_unbroken_run(
     kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     num_events = train_unbroken(kind, composed, data, tmp_path)
@@ -86,11 +87,11 @@ def test_a_run_killed_at_two_points_ends_as_the_unbroken_one(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_killed_at_many_points_ends_as_the_unbroken_one(
+def test_a_run_killed_at_many_points_ends_like_the_unbroken_run(
     kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     num_events = train_unbroken(kind, composed, data, tmp_path)
-    # One kind of run is killed at every event. The others are killed at every fourth, to save time.
+    # One kind of run is killed at every event, the other kinds at every fourth, to save time.
     interval = 1 if kind == "stage 2, packed" else 4
     events = range(1, num_events + 1, interval)
     run_driver(kind, composed, data, tmp_path, *events)

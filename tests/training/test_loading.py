@@ -1,4 +1,4 @@
-"""Errors in loading a model name the model's folder, and a bug of ours keeps its traceback."""
+"""Errors in loading a model name the model's folder, unless they are bugs of ours."""
 
 import shutil
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def test_an_error_names_the_model_that_lacks_weights(composed: Callable[..., Pat
         load_base(run_args, args)
 
 
-def test_an_error_that_is_no_users_fault_stays_as_it_is() -> None:
-    """A KeyError, for example, doesn't become a UserError, of which a command prints only the message."""
+def test_a_key_error_does_not_become_a_user_error() -> None:
+    """A command prints the traceback of a KeyError, which shows a bug, but only the message of a UserError."""
     with pytest.raises(KeyError), errors_named_after("model"):
         {}["a bug"]

@@ -23,10 +23,7 @@ QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 def merged(
     request: pytest.FixtureRequest, backbones: Callable[[str], Path]
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A model that merges 2 x 2 patches into one image token, and its processor.
-
-    CLIP's class token, which is no patch, is left out.
-    """
+    """A model that merges 2 x 2 patches into one image token, and its processor."""
     return compose(str(backbones(request.param)), str(backbones("qwen2")), spatial_merge_size=2)
 
 
@@ -36,11 +33,12 @@ def test_four_patches_become_one_image_token(
     model, processor = merged
     prompt = processor.apply_chat_template(QUESTION, add_generation_prompt=True)
     inputs = processor(images=[picture], text=prompt, return_tensors="pt")
-    # A picture has 2 x 2 patches in all. The processor, the config and training count one image token for them.
+    # A picture has 2 x 2 patches. The processor, the config and training count one image token for a picture.
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 1
     assert model.config.image_seq_length == 1
     assert RowTokenizer(processor, processor.chat_template).tokens_per_tile == 1
 
+    # Image tokens still start with the norm of text tokens.
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
 
@@ -69,7 +67,7 @@ def test_a_saved_model_loads_by_auto_classes(
 def test_the_projector_can_be_aligned(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")), spatial_merge_size=2)
     weight_before = model.model.multi_modal_projector.linear_1.weight.clone()
-    assert weight_before.shape == (32, 4 * 24)  # from four patches of width 24 to the decoder's width, 32
+    assert weight_before.shape == (32, 4 * 24)  # from four patches of 24 features to the decoder's hidden size of 32
 
     rows = []
     for colour in ("black", "white"):

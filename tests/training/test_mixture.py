@@ -26,7 +26,7 @@ from training.run import Run
 def stored(data: Path, tmp_path: Path) -> Path:
     """The folder of a dataset of 8 rows, saved by `datasets`, with a split "test" that has only the last row.
 
-    Its column "image" has the pictures themselves, where the rows of the fixture `data` have paths.
+    The column "image" has pictures, where the rows of the fixture `data` have paths.
     """
     pictures = []
     conversations = []
@@ -74,7 +74,7 @@ def test_sources_with_columns_of_different_types_are_mixed(
     assert second.drawn == 12  # 1.5 times 8
     assert len(rows) == 42
 
-    # Each row is as its source has it. A row's `source` is, for example, "/tmp/data.json, row 7".
+    # Each row has the text and pictures that it has in its source, which is, for example, "/tmp/data.json, row 7".
     for row in rows:
         path = data if row["source"].startswith(str(data)) else stored
         number = int(row["source"].split()[-1])
@@ -124,7 +124,7 @@ def test_a_weight_says_how_often_rows_come(
     counts = Counter(rows["source"][:num_drawn])
     assert set(counts.values()) <= {int(weight), int(weight) + 1}
     if weight == 0.3:
-        # The 9 rows are a random sample, and not the first ones of the file.
+        # The 9 rows are a random sample, and not the first rows of the file.
         all_rows, _, _ = read_sources({"path": str(data)})
         assert set(counts) != set(all_rows["source"][:9])
 
@@ -164,7 +164,7 @@ def test_a_run_on_a_mixture_records_its_sources_and_does_not_resume_with_others(
 def test_bad_rows_of_all_sources_are_listed(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Each of the two sources has six good rows, and a bad one at its end.
+    # Each of the two sources has six good rows and then a bad row.
     entries = []
     rows = [*json.loads(data.read_text())[:6], {"conversations": []}]
     for name in ("first", "second"):
@@ -179,7 +179,7 @@ def test_bad_rows_of_all_sources_are_listed(
         with pytest.raises(ValueError, match=r"first.json, row 6: .* 1 of 7 rows are bad"):
             run(tmp_path, **fields, output_dir=str(out))
 
-    # With `bad_rows` "skip" they are listed. A resumed run writes the list anew.
+    # With `bad_rows` "skip", bad rows are listed. A resumed run writes the list anew.
     for resume in (False, True):
         run(tmp_path, **fields, output_dir=str(out), bad_rows="skip", resume_from_checkpoint=resume)
         lines = (out / "bad_rows.jsonl").read_text().splitlines()

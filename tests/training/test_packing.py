@@ -1,6 +1,6 @@
 """Packed rows: they train as padded rows do, have every sample once in an epoch, and are not longer than allowed.
 
-A packed row is what several rows of the data become; in a packed row they are called samples.
+A packed row joins several rows of the data, which are called its samples.
 """
 
 import math
@@ -45,7 +45,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
         for image_number in range(num_images):
             path = tmp_path / f"{number}-{image_number}.png"
             width = 28 * (number + 1)
-            strength = 40 + 20 * number + image_number  # no two pictures have the same
+            strength = 40 + 20 * number + image_number  # of the noise, different in each picture
             noise = Image.effect_noise((width, 28), strength)
             noise.convert("RGB").save(path)
             paths.append(str(path))
@@ -57,7 +57,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def random_sizes(num_samples: int) -> Dataset:
-    """Random lengths of samples, from 700 to 3,700 tokens and most of them short, with 0, 1 or 2 tiles a sample."""
+    """Random lengths of samples, from 700 to 3,700 tokens and mostly short, with 0, 1 or 2 tiles a sample."""
     generator = torch.Generator().manual_seed(0)
     lengths = 700 + 3000 * torch.rand(num_samples, generator=generator) ** 4
     return Dataset.from_dict({"length": lengths.long().numpy(), "num_tiles": np.arange(num_samples) % 3})
@@ -97,6 +97,7 @@ def loss_and_gradients(
 @pytest.mark.parametrize(
     ("text", "spatial_merge_size", "max_tiles"),
     [("qwen2", 1, 1), ("qwen2", 2, 1), ("qwen2", 1, 4), ("qwen3", 1, 1), ("llama", 1, 1), ("gemma3", 1, 1)],
+    ids=["qwen2", "qwen2 with merged patches", "qwen2 with tiles", "qwen3", "llama", "gemma3"],
 )
 def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     composed: Callable[..., Path],
@@ -132,8 +133,8 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     assert loss == pytest.approx(expected_loss, rel=1e-9)
     assert gradients.keys() == expected_gradients.keys()
     for name, expected in expected_gradients.items():
-        # The relative tolerance is for root mean square norms, which compute in float32 whatever the model's dtype.
-        # The absolute one is for a key's bias: the softmax cancels it, so that its gradient is only rounding.
+        # The relative tolerance is for RMSNorm layers, which compute in float32 whatever the model's dtype. The
+        # absolute tolerance is for the bias of keys, which the softmax cancels, so that the gradient is only rounding.
         error = (gradients[name] - expected).norm()
         assert error <= 1e-6 * expected.norm() + 1e-9, f"{name}: {error:.1e} of {expected.norm():.1e}"
 
@@ -151,13 +152,12 @@ def test_norms_of_a_blank_picture_are_not_logged(
         inputs = collate(composed(), rows_of_batch, packed)
         del inputs["labels"]
         model.model(**inputs, use_cache=False)
-        # The argument would add up the sums of several processes. Here a single process has all of them.
-        return monitor.collect(lambda sums: sums)
+        return monitor.collect(lambda sums: sums)  # there are no other processes, whose sums would be added
 
     row_without_pictures = rows[1]
     assert "norm/visual" not in measure_norms([row_without_pictures])
 
-    # After the norm layer, a token's L2 norm is about that of the layer's gain.
+    # After the norm layer, a token's L2 norm is about the norm of the layer's gain.
     expected = model.model.multi_modal_projector.norm.weight.norm().item()
     assert measure_norms(rows)["norm/visual"] == pytest.approx(expected, rel=0.05)
 
@@ -206,7 +206,7 @@ def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_proc
     sample_numbers = [number for packed_row in first_epoch for number in packed_row]
     assert sorted(sample_numbers) == list(range(num_samples))
 
-    # Each optimizer step has the same samples as it would have with one process and one packed row a step.
+    # Each optimizer step has the same samples as with one process and one packed row a step.
     rows_per_step = accumulation_steps * num_processes
     samples_of_steps = packed_batches(lengths, samples_per_step, num_processes=1, accumulation_steps=1, seed=42)
     assert len(samples_of_steps) == math.ceil(num_samples / samples_per_step)
@@ -230,9 +230,10 @@ def test_a_sample_that_is_too_long_with_the_blank_picture_is_refused() -> None:
 
 
 def test_a_step_whose_samples_do_not_fit_is_refused() -> None:
-    """A step has four samples of 500 tokens, and each of three processes has rows of 800 tokens.
+    """A step has four samples of 500 tokens, and each of three processes has packed rows of 800 tokens.
 
-    With one accumulation step a row would have two samples. With two, there would be six rows for four samples.
+    With one accumulation step, a packed row would have two samples. With two accumulation steps, there would be six
+    packed rows for four samples.
     """
     sizes = Dataset.from_dict({"length": [500] * 9, "num_tiles": [0] * 9})
     with pytest.raises(ValueError, match="samples of a step can't be packed into rows of 800 tokens on 3 process"):

@@ -22,10 +22,8 @@ from training.stages import base_model
 from training.trainer import NormLlavaTrainer
 
 
-# The number of samples in a batch.
-SAMPLES = 8
-# The rank of the adapters in stage "adapt".
-LORA_RANK = 4
+SAMPLES = 8  # in a batch
+LORA_RANK = 4  # of the adapters in stage "adapt"
 # The recipe fields of each stage.
 STAGES = {"align": {"stage": "align"}, "instruct": INSTRUCT, "adapt": {"stage": "adapt", "lora_r": LORA_RANK}}
 
@@ -45,10 +43,12 @@ def make_plan(fields: dict[str, Any], batch: Batch, devices: int = 1) -> StepPla
 
 @pytest.fixture(scope="session")
 def equal_rows(data: Path) -> Path:
-    """The path of 32 equal rows, each with a picture and an answer of 20 bytes, each of which is a token."""
-    turns = [{"from": "human", "value": "<image>\n" + "What? " * 15}, {"from": "gpt", "value": "a number of 20 bytes"}]
+    """The path of a file with 32 equal rows. A row has a picture, a question, and an answer of 20 bytes."""
+    question = {"from": "human", "value": "<image>\n" + "What? " * 15}
+    answer = {"from": "gpt", "value": "a number of 20 bytes"}
+    row = {"image": "0.png", "conversations": [question, answer]}
     path = data.with_name("equal.json")
-    path.write_text(json.dumps([{"image": "0.png", "conversations": turns}] * 32))
+    path.write_text(json.dumps([row] * 32))
     return path
 
 
@@ -56,23 +56,23 @@ def measure_run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) ->
     """Run the training script under torch's profiler, on rows that are all equal.
 
     Returns:
-        The peak of the bytes that training allocates, without the weights, which are loaded before; and the batch of
-        each pass.
+        The peak of the bytes that training allocates, and the batch of each pass. The peak is without the weights,
+        which are loaded before.
     """
-    train = NormLlavaTrainer.train
-    trace = folder / "trace.json"
+    original_train = NormLlavaTrainer.train
+    trace_file = folder / "trace.json"
     tokenized_rows: list[dict[str, Any]] = []
 
     def train_under_profiler(trainer: NormLlavaTrainer, *args: Any, **kwargs: Any) -> None:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            train(trainer, *args, **kwargs)
-        profiler.export_chrome_trace(str(trace))
+            original_train(trainer, *args, **kwargs)
+        profiler.export_chrome_trace(str(trace_file))
         tokenized_rows.append(trainer.train_dataset[0])  # all rows are equal
 
     monkeypatch.setattr(NormLlavaTrainer, "train", train_under_profiler)
     run(folder, **fields)
 
-    events = json.loads(trace.read_text())["traceEvents"]
+    events = json.loads(trace_file.read_text())["traceEvents"]
     peak = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
     (row,) = tokenized_rows
     num_supervised = sum(label != IGNORED for label in row["labels"])
@@ -101,10 +101,10 @@ def is_trained(name: str, stage: str) -> bool:
     if stage in ("align", "adapt"):
         return ".multi_modal_projector." in name
 
-    # Llava reads the output of the second of the encoder's three layers. Layer 2, which is the third layer, and the
-    # modules after it are not trained.
-    unread = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "vision_tower.head.")
-    return not any(part in name for part in unread)
+    # Llava reads the output of the encoder's second layer, so the third layer, `layers.2`, and the modules after that
+    # layer are not trained.
+    unread_modules = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "vision_tower.head.")
+    return not any(module in name for module in unread_modules)
 
 
 def trained_sizes(checkpoint: Path, stage: str) -> list[int]:
@@ -132,16 +132,15 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     num_trained = sum(sizes)
     num_all = sum(tensor.numel() for tensor in load_weights(composed()).values())
     if stage == "adapt":
-        # All trained parameters are new: PEFT adds the adapters, and trains a copy of the projector, whose original
-        # stays in the model.
+        # All trained parameters are new: PEFT adds the adapters, and trains a copy of the projector.
         num_all += num_trained
-    # A number in float32 has 4 bytes.
+    # A float32 has 4 bytes.
     assert plan.weights == 4 * num_all
     assert plan.gradients == 4 * num_trained
-    # AdamW keeps two means of each gradient, and for each tensor the number of its steps.
+    # AdamW keeps two means of each gradient, and for each tensor a float32 that counts the steps.
     assert plan.states == 2 * plan.gradients + 4 * len(sizes)
 
-    # On two devices each has half of the weights and gradients, but a batch of its own.
+    # Each of two devices has half of the weights and gradients, but a batch of its own.
     sharded = make_plan(fields, batch, devices=2)
     assert sharded.weights == plan.weights // 2
     assert sharded.gradients == plan.gradients // 2
@@ -153,8 +152,7 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     in_bfloat16 = make_plan({**fields, "bf16": True}, batch)
     num_in_float32 = num_trained
     if stage == "instruct":
-        # The encoder's last layer isn't trained, but stays float32 too: the trained layers before it give it float32
-        # input.
+        # The encoder's last layer isn't trained, but stays float32, because trained layers give it float32 input.
         num_in_float32 = num_all
     assert in_bfloat16.weights == 4 * num_in_float32 + 2 * (num_all - num_in_float32)
 
@@ -182,12 +180,12 @@ def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe
     batch = Batch(samples=1, tokens=num_tokens, supervised=num_supervised, is_packed=False)
     plan = make_plan(fields, batch)
 
-    # The same pass of the model itself, with eager attention.
+    # Count a real pass of the same model, with eager attention.
     config = NormLlavaConfig.from_pretrained(recipe["model_name_or_path"])
     run_args, args = parse_arguments([f"--{name}={value}" for name, value in fields.items()])
-    eager = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    trained, _ = prepare_model(eager, run_args, args, torch.float32)
-    model = base_model(trained.train())
+    model = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model, _ = prepare_model(model, run_args, args, torch.float32)
+    model = base_model(model.train())  # without PEFT's wrapper
     input_ids = torch.full((1, num_tokens), 5)  # any token of text
     input_ids[0, : config.image_seq_length] = config.image_token_id
     with FlopCounterMode(display=False) as counter:
@@ -195,25 +193,26 @@ def test_flops_are_those_of_a_real_pass_with_half_of_the_causal_attention(recipe
         logits = model.lm_head(output.last_hidden_state[:, -num_supervised:])
         logits.sum().backward()
 
-    # Eager attention multiplies whole matrices. A causal mask hides half of them, which the plan doesn't count. A head
-    # has two products in the forward pass and four in the backward pass, each of 2 * num_tokens**2 * head_dim FLOPs.
+    # Eager attention multiplies whole matrices. A causal mask hides half of each matrix, which the plan doesn't count.
+    # An attention head has two products in the forward pass, and four in the backward pass.
     text = config.text_config
-    num_heads = text.num_hidden_layers * text.num_attention_heads
-    attention_flops = num_heads * 6 * 2 * num_tokens**2 * text.head_dim
+    num_products = text.num_hidden_layers * text.num_attention_heads * (2 + 4)
+    flops_per_product = 2 * num_tokens**2 * text.head_dim
+    attention_flops = num_products * flops_per_product
     expected_flops = counter.get_total_flops() - attention_flops / 2
     assert plan.flops == pytest.approx(expected_flops, rel=0.03)
 
 
 @pytest.fixture
 def print_report(recipe: dict[str, Any], caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
-    """A function that runs the command on the recipe with further options, and returns its report of three lines."""
+    """A function that runs the command on the recipe with further options, and returns the report."""
     recipe_options = [f"--{name}={value}" for name, value in recipe.items()]
 
     def print_with(*options: str) -> str:
         caplog.clear()
         with caplog.at_level(logging.INFO):
             main([*options, "--stage=align", *recipe_options])
-        return "\n".join(caplog.messages[-3:])
+        return "\n".join(caplog.messages[-3:])  # the report has three lines
 
     return print_with
 
@@ -225,8 +224,8 @@ def test_max_steps_win_over_the_number_of_rows(print_report: Callable[..., str])
 
 def test_a_report_computes_hours_from_the_speed_of_all_devices(print_report: Callable[..., str]) -> None:
     report = print_report("--rows=40", "--tflops=1e-07", "--devices=2")
-    # The first line names what is assumed. The last line is, for example, "the run: 1e+10 FLOPs, 14.0 hours,
-    # devices: 2". With DOTALL, the dots also match the line breaks between them.
+    # The first line says what is assumed. The last line is, for example, "the run: 1e+10 FLOPs, 14.0 hours,
+    # devices: 2". With DOTALL, ".*" also matches the lines between.
     pattern = r"assumed: 40 rows of 1024 tokens, 200 supervised, .*: (.*) FLOPs, (.*) hours, devices: 2"
     match = re.fullmatch(pattern, report, re.DOTALL)
     flops = float(match[1])

@@ -1,7 +1,6 @@
 """Resumed runs: they end with the weights of an unbroken run, or are refused with a reason.
 
-A broken run is made from an unbroken one: a checkpoint is copied, and what the unbroken run wrote later is not. So the
-folder is as if the run had been killed.
+A broken run is a copy of an unbroken run's checkpoint, without what was written later, as if the run had been killed.
 """
 
 import json
@@ -18,7 +17,7 @@ from training.checkpoints import find_checkpoint, steps_done
 from training.run import Run
 
 
-# Recipe fields of runs, beside those of INSTRUCT. `None` takes a field of INSTRUCT out of the recipe.
+# The recipe fields of each kind of run, besides `INSTRUCT`. `None` takes a field of `INSTRUCT` out of the recipe.
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed, second epoch": {**PACKED, "num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6},
@@ -30,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "weights that the Hub names otherwise": {},
     "stream": {"dataset_streaming": True, "max_steps": 6},
 }
-# Arguments of the fixture `composed`, for runs that start from another model than the usual one.
+# Arguments of the fixture `composed`, for kinds of run that start from another model than the usual one.
 MODELS = {"tied embeddings": {"text": "gemma3"}, "weights that the Hub names otherwise": {"vision": "dinov2"}}
 
 
@@ -44,8 +43,8 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     broken = tmp_path / "broken"
     run(tmp_path, **fields, output_dir=str(unbroken))
 
-    # The broken run has its first checkpoint, and a newer checkpoint 99, which can't be used, since its state is of
-    # another step. It also has a line of metrics that was cut off when the run was killed.
+    # The broken run has its first checkpoint, a newer checkpoint 99, which can't be used because its state is of
+    # another step, and a line of metrics that was cut off when the run was killed.
     first_checkpoint = f"checkpoint-{fields['save_steps']}"
     shutil.copytree(unbroken / first_checkpoint, broken / first_checkpoint)
     shutil.copytree(unbroken / first_checkpoint, broken / "checkpoint-99")
@@ -60,10 +59,10 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     assert not Run.read(unbroken).environment.resumed
     assert Run.read(broken).environment.resumed
 
-    # The loss is not compared: a logged loss is the mean over the steps since the last log, and after a restart only
-    # over those since the restart.
+    # A logged loss is the mean over the steps since the last log or restart, so losses are not compared.
     for step, expected in zip(read_steps(broken), read_steps(unbroken), strict=True):
         for name in ("step", "norm/visual", "num_tokens"):
+            # A step without pictures has no "norm/visual".
             assert step.get(name) == expected.get(name), name
 
 
@@ -79,7 +78,7 @@ def test_a_run_packed_with_sdpa_goes_on_with_sdpa(composed: Callable[..., Path],
     assert changed_weights(unbroken, broken) == set()
     assert Run.read(broken).arguments["attn_implementation"] == "sdpa"
 
-    # The run has finished. Resuming it once more is not refused as a different run.
+    # Resuming the finished run with the default attention is not refused either.
     run(tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
 
     # A new run uses varlen, whose results differ in the last digits.
@@ -91,9 +90,9 @@ def test_a_run_packed_with_sdpa_goes_on_with_sdpa(composed: Callable[..., Path],
 def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run begins on a CPU that is fast at bfloat16, and is resumed on one that isn't."""
+    """The run begins on a CPU that is fast at bfloat16, and is resumed on a CPU that isn't."""
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
-    fields["bf16"] = None  # takes the field out of the recipe, so that the machine's CPU decides
+    fields["bf16"] = None  # the recipe doesn't say, so the CPU decides
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
@@ -113,34 +112,33 @@ def list_superseded(out: Path) -> set[str]:
 
 
 def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away(
-    finished: dict[str, Any], tmp_path: Path
+    finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    # The finished run has checkpoints 3, 6 and 8. Resume it from checkpoint 3, to step 5.
+    # The finished run has checkpoints 3, 6 and 8. Resume it from checkpoint 3, to step 5, and save only at the end.
     out = tmp_path / "out"
-    shutil.copytree(finished["output_dir"], out)
-    fields = {**finished, "output_dir": str(out), "learning_rate": 2e-3, "resume_changed": True, "save_steps": 100}
-    fields["resume_from_checkpoint"] = str(out / "checkpoint-3")
+    shutil.copytree(finished_fields["output_dir"], out)
+    fields = {**finished_fields, "output_dir": str(out), "resume_from_checkpoint": str(out / "checkpoint-3")}
+    fields |= {"learning_rate": 2e-3, "resume_changed": True, "save_steps": 100}
     run(tmp_path, **fields, max_steps=5)
-    first_moved = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
-    assert list_superseded(out) == first_moved
+    moved_by_first_resume = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
+    assert list_superseded(out) == moved_by_first_resume
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}
     assert Run.read(out).arguments["learning_rate"] == 2e-3
 
-    # Resume from checkpoint 3 again, to step 6, and save after each step. What is moved away now goes into the folder
-    # "2". `save_total_limit` keeps the newest two checkpoints.
+    # Resume from checkpoint 3 again, to step 6. Save after each step, and keep only the newest two checkpoints.
     fields |= {"save_steps": 1, "logging_steps": 1, "save_total_limit": 2}
     run(tmp_path, **fields, max_steps=6)
-    second_moved = {"2/checkpoint-5", "2/trainer_state.json"}
-    assert list_superseded(out) == first_moved | second_moved
+    moved_by_second_resume = {"2/checkpoint-5", "2/trainer_state.json"}
+    assert list_superseded(out) == moved_by_first_resume | moved_by_second_resume
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
 
 
-def test_a_run_in_a_folder_with_another_run_does_not_start_from_a_checkpoint_elsewhere(
-    finished: dict[str, Any], copied: Path
+def test_a_checkpoint_elsewhere_is_refused_if_the_output_folder_holds_another_run(
+    finished_fields: dict[str, Any], killed_dir: Path
 ) -> None:
-    checkpoint_elsewhere = Path(finished["output_dir"]) / "checkpoint-3"
+    checkpoint_elsewhere = Path(finished_fields["output_dir"]) / "checkpoint-3"
     with pytest.raises(ValueError, match="already holds a run"):
-        find_checkpoint(copied, str(checkpoint_elsewhere))
+        find_checkpoint(killed_dir, str(checkpoint_elsewhere))
 
 
 # Arguments on which the weights depend, with other values than in the finished run.
@@ -151,49 +149,51 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_run_with_other_arguments_is_refused_with_the_differences(finished: dict[str, Any], copied: Path) -> None:
-    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, **CHANGED}
+def test_a_run_with_other_arguments_is_refused_with_the_differences(
+    finished_fields: dict[str, Any], killed_dir: Path
+) -> None:
+    fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True, **CHANGED}
     with pytest.raises(ValueError, match="belongs to a different run") as error:
-        run(copied, **fields)
+        run(killed_dir, **fields)
     assert "  learning_rate: 0.001 before, 0.002 now" in str(error.value)
-    # Each difference has a line like the one above, and no other line of the message is indented.
+    # Each difference has an indented line, and no other line of the message is indented.
     differences = [line for line in str(error.value).splitlines() if line.startswith("  ")]
     names = {line.split(":")[0].strip() for line in differences}
     assert names == set(CHANGED)
 
 
 def test_a_run_resumes_after_changes_that_leave_its_weights_alone(
-    finished: dict[str, Any], copied: Path, data: Path
+    finished_fields: dict[str, Any], killed_dir: Path, data: Path
 ) -> None:
     """The checkpoint is of an older version of this code, the data has moved, and some fields have changed.
 
     The fields concern saving, workers and the progress bar.
     """
-    record_file = copied / "checkpoint-6" / "run.json"
+    record_file = killed_dir / "checkpoint-6" / "run.json"
     record = json.loads(record_file.read_text())
     del record["arguments"]["neftune_noise_alpha"]  # as if the older version didn't have this field
     record["arguments"]["a_field_of_an_older_version"] = 1
     record_file.write_text(json.dumps(record))
 
-    shutil.copytree(data.parent, copied.parent / "data")
-    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True}
-    fields["dataset_name"] = str(copied.parent / "data" / data.name)
-    run(copied, **fields, save_total_limit=5, dataloader_num_workers=1, disable_tqdm=True)
-    assert changed_weights(Path(finished["output_dir"]), copied) == set()
+    shutil.copytree(data.parent, killed_dir.parent / "data")
+    fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True}
+    fields["dataset_name"] = str(killed_dir.parent / "data" / data.name)
+    run(killed_dir, **fields, save_total_limit=5, dataloader_num_workers=1, disable_tqdm=True)
+    assert changed_weights(Path(finished_fields["output_dir"]), killed_dir) == set()
 
 
 def test_a_run_whose_data_has_changed_is_refused(
-    finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path
+    finished_fields: dict[str, Any], killed_dir: Path, data: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(data.parent, tmp_path / "data")
     changed_data = tmp_path / "data" / data.name
     rows = json.loads(changed_data.read_text())
-    rows[6]["image"] = rows[7]["image"]
+    rows[6]["image"] = rows[7]["image"]  # another picture
     changed_data.write_text(json.dumps(rows))
-    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True}
+    fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True}
     fields["dataset_name"] = str(changed_data)
     with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: [^\n]*\nRestore these"):
-        run(copied, **fields)
+        run(killed_dir, **fields)
 
 
 @pytest.mark.parametrize(
@@ -203,20 +203,20 @@ def test_a_run_whose_data_has_changed_is_refused(
         pytest.param({"dataset_streaming": True, "max_steps": 5}, 5, id="stream"),
     ],
 )
-def test_a_run_killed_before_its_result_is_published_and_not_trained_on(
-    finished: dict[str, Any], tmp_path: Path, duration: dict[str, Any], num_steps: int
+def test_a_run_killed_after_its_last_checkpoint_is_finished_without_another_step(
+    finished_fields: dict[str, Any], tmp_path: Path, duration: dict[str, Any], num_steps: int
 ) -> None:
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
-    # With a constant learning rate, a further step would change the weights. The default rate is 0 by then.
-    fields = {**finished, **duration, "lr_scheduler_type": "constant"}
+    # The learning rate is constant, so that another step would change weights. The default rate is 0 at the end.
+    fields = {**finished_fields, **duration, "lr_scheduler_type": "constant"}
     run(tmp_path, **{**fields, "output_dir": str(unbroken)})
 
     # The broken run has all checkpoints, but no result.
     for path in unbroken.glob("checkpoint-*"):
         shutil.copytree(path, broken / path.name)
 
-    # The first start writes the result into the output folder, and the second finds it there.
+    # The first start writes the result into the output folder, and the second start finds the result there.
     for _ in range(2):
         run(tmp_path, **{**fields, "output_dir": str(broken)}, resume_from_checkpoint=True)
         assert changed_weights(unbroken, broken) == set()
@@ -226,8 +226,10 @@ def test_a_run_killed_before_its_result_is_published_and_not_trained_on(
     assert Run.read(broken).arguments == Run.read(unbroken).arguments
 
 
-def test_a_finished_run_without_checkpoints_is_not_started_again(finished: dict[str, Any], tmp_path: Path) -> None:
-    fields = {**finished, "save_strategy": "no", "output_dir": str(tmp_path / "out")}
+def test_a_finished_run_without_checkpoints_is_not_started_again(
+    finished_fields: dict[str, Any], tmp_path: Path
+) -> None:
+    fields = {**finished_fields, "save_strategy": "no", "output_dir": str(tmp_path / "out")}
     run(tmp_path, **fields)
     metrics_file = tmp_path / "out" / "metrics.jsonl"
     metrics_before = metrics_file.read_text()

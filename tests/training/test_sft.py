@@ -54,19 +54,19 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     assert changed_weights(composed(), stage1) == projector_names
     assert (stage1 / "README.md").read_text() == "written by the user"
 
-    # Stage 2 trains all weights that Llava reads. Llava reads the output of the second of the encoder's three layers.
-    unread_parts = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.")
-    unread_names = {name for name in names if any(part in name for part in unread_parts)}
+    # Stage 2 trains all weights that Llava reads, so not the encoder's last layer and the norm layer after it.
+    unread_modules = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.")
+    unread_names = {name for name in names if any(module in name for module in unread_modules)}
     assert len(unread_names) > 0
     assert changed_weights(stage1, stage2) == names - unread_names
 
     steps = read_steps(stage2)
     assert [step["step"] for step in steps] == [2, 4, 6, 8]
-    assert read_metrics(stage2)[-1]["step"] == 8  # the line about the whole run
+    assert read_metrics(stage2)[-1]["step"] == 8  # the line on the whole run
     modules = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
     for step in steps:
         assert step["norm/ratio"] == pytest.approx(step["norm/visual"] / step["norm/text"])
-        assert step["learning_rate/vision_tower"] == pytest.approx(step["learning_rate"] / 5)  # as 2e-4 and 1e-3
+        assert step["learning_rate/vision_tower"] == pytest.approx(step["learning_rate"] / 5)  # 2e-4 = 1e-3 / 5
         squared_norms = [step[f"grad_norm/{module}"] ** 2 for module in modules]
         assert sum(squared_norms) == pytest.approx(step["grad_norm"] ** 2, rel=2e-4)
 
@@ -83,7 +83,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     assert record.environment.packages["torch"] == torch.__version__
 
 
-# One step on all 30 rows, so that their order does not matter.
+# One step on all 30 rows, whose order then doesn't matter.
 ONE_STEP = {"max_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant", "global_batch_size": 30}
 
 
@@ -96,8 +96,8 @@ def fields(composed: Callable[..., Path], data: Path) -> dict[str, Any]:
 def test_each_module_moves_at_its_own_rate(
     composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    # Adam's first step moves every weight that has a gradient by its learning rate. The common rate, of FAST, is 1e-3,
-    # and the vision encoder's, of INSTRUCT, 2e-4.
+    # Adam's first step moves every weight that has a gradient by the learning rate. `FAST` has the common rate, 1e-3,
+    # and `INSTRUCT` has the vision encoder's rate, 2e-4.
     rates = {"norm_learning_rate": 5e-4, "projector_learning_rate": 1e-4}
     run(tmp_path, **fields, **INSTRUCT, **ONE_STEP, **rates, output_dir=str(tmp_path / "out"))
     (step,) = read_steps(tmp_path / "out")
@@ -130,17 +130,21 @@ def test_clipping_by_module_leaves_a_modules_small_gradient_whole(
     (step,) = read_steps(out)
     before = load_weights(composed())
     after = load_weights(out)
-    prefixes = {"multi_modal_projector.norm": NORM, "language_model": "model.language_model", "lm_head": "lm_head"}
-    for module, prefix in prefixes.items():
+    weight_prefixes = {
+        "multi_modal_projector.norm": NORM,
+        "language_model": "model.language_model",
+        "lm_head": "lm_head",
+    }
+    for module, prefix in weight_prefixes.items():
         names = [name for name in before if name.startswith(f"{prefix}.")]
         changes = [(after[name] - before[name]).flatten() for name in names]
         clipped_norm = torch.cat(changes).norm().item()
 
         gradient_norm = step[f"grad_norm/{module}"]
-        expected = gradient_norm * limit / step["grad_norm"]  # clipped by one factor for all modules
+        factor = limit / step["grad_norm"]  # for all modules together
         if clip_by_module:
-            expected = min(gradient_norm, limit)  # a gradient below the limit stays whole
-        assert clipped_norm == pytest.approx(expected, rel=0.02), module
+            factor = min(1, limit / gradient_norm)  # a gradient below the limit stays whole
+        assert clipped_norm == pytest.approx(factor * gradient_norm, rel=0.02), module
 
 
 def test_gradient_accumulation_is_exact(fields: dict[str, Any], tmp_path: Path) -> None:
@@ -162,12 +166,14 @@ def test_no_telemetry_is_sent(fields: dict[str, Any], tmp_path: Path, monkeypatc
     assert topics == []
 
 
-def test_rates_are_logged_where_no_module_has_the_common_rate(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_the_logged_rate_is_the_highest_if_no_module_has_the_common_rate(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
     rates = {"learning_rate": 1e-3, "projector_learning_rate": 2e-4, "norm_learning_rate": 1e-5}
     run(tmp_path, **{**fields, **ONE_STEP, **rates}, stage="align", output_dir=str(tmp_path / "out"))
     (step,) = read_steps(tmp_path / "out")
     assert step["learning_rate/multi_modal_projector"] == 2e-4
-    assert step["learning_rate"] == 2e-4  # Trainer logs the rate of the first module
+    assert step["learning_rate"] == 2e-4
     assert step["learning_rate/multi_modal_projector.norm"] == pytest.approx(1e-5)
 
 
@@ -186,27 +192,26 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
         for name in ("loss", "norm/visual", "norm/text", "grad_norm", "grad_norm/multi_modal_projector", "num_tokens"):
             assert step[name] == pytest.approx(expected[name], rel=1e-4), name
 
-    # The first loss is that of all rows in one batch. `collate` makes this batch with the chat template, which is that
-    # of stage "instruct" alone.
+    # The first loss is the model's loss on all rows in one batch. `collate` uses the chat template, as only stage
+    # "instruct" does.
     if stage is INSTRUCT:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
         batch = collate(composed(), list(load_rows(fields["dataset_name"])))
         assert packed_steps[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
-def test_the_commit_in_the_record_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_has_the_commit_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git_head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     environment = describe_environment("cpu", 1, resumed=False)
     # The record of a working tree with changes has "-dirty" after the commit.
     assert str(environment.commit).removesuffix("-dirty") == git_head.stdout.strip()
 
-    # This code may also be installed in a virtual environment that lies in the repository of another project. Then the
-    # record has no commit.
+    # The record has no commit if this code is installed in a virtual environment inside another project's repository.
     installed = tmp_path / "venv" / "site-packages" / "training"
     installed.mkdir(parents=True)
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "theirs"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "of another project"], check=True)
     monkeypatch.setattr("training.run.__file__", str(installed / "run.py"))
     environment = describe_environment("cpu", 1, resumed=False)
     assert environment.commit is None
@@ -241,8 +246,8 @@ def test_stage_align_refuses_conversations(composed: Callable[..., Path], data: 
 def test_a_small_step_moves_every_value_in_bfloat16_training(
     composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage: dict[str, Any]
 ) -> None:
-    # Adam's first step changes a weight by the learning rate, 1e-5. If weights were kept in bfloat16, the change would
-    # be lost: for a weight of 0.014, for example, the next number in bfloat16 is 6e-5 away.
+    # Adam's first step changes a weight by the learning rate, 1e-5. In bfloat16 the change would be lost: from 0.014,
+    # for example, the next number is 6e-5 away.
     fields |= {**stage, **PACKED, **ONE_STEP, "bf16": True, "learning_rate": 1e-5}
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
 
@@ -254,16 +259,16 @@ def test_a_small_step_moves_every_value_in_bfloat16_training(
     for name in trained_names:
         has_changed = (after[name] - before[name]).abs() > 5e-6  # by at least half of the learning rate
         assert has_changed.float().mean() > 0.98, name
-    assert {tensor.dtype for tensor in after.values()} == {torch.float32}  # on a CPU the frozen weights, too
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}  # on a CPU, frozen weights are float32 too
 
 
 def test_the_rates_of_other_modules_are_logged_if_the_common_rate_is_zero(
     fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    # The projector's norm has no rate of its own here, so it has the common rate. The log has the common rate, too.
+    # Without a rate of its own, the projector's norm has the common rate.
     rates = {"learning_rate": 0.0, "projector_learning_rate": 2e-4}
     run(tmp_path, **{**fields, **ONE_STEP, **rates}, stage="align", output_dir=str(tmp_path / "out"))
-    line = read_metrics(tmp_path / "out")[0]
-    assert line["learning_rate"] == 0.0
-    assert line["learning_rate/multi_modal_projector.norm"] == 0.0
-    assert line["learning_rate/multi_modal_projector"] == 2e-4
+    (step,) = read_steps(tmp_path / "out")
+    assert step["learning_rate"] == 0.0
+    assert step["learning_rate/multi_modal_projector.norm"] == 0.0
+    assert step["learning_rate/multi_modal_projector"] == 2e-4

@@ -1,5 +1,6 @@
-"""Stages: which modules they train, the dtypes and learning rates of modules, and how a stage's model is loaded."""
+"""Stages: which modules they train, the dtypes and learning rates of modules, and how a run loads its model."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 
 def load_for_run(folder: Path, output_dir: Path, **fields: Any) -> NormLlavaForConditionalGeneration:
     """The model in `folder`, as a run with these recipe fields loads it."""
-    run_args = RunArguments(model_name_or_path=str(folder), dataset_name="", **fields)
-    return load_base(run_args, TrainingConfig(output_dir=str(output_dir), use_cpu=True, bf16=False))
+    run_args = RunArguments(model_name_or_path=str(folder), dataset_name="unused", **fields)
+    args = TrainingConfig(output_dir=str(output_dir), use_cpu=True, bf16=False)
+    return load_base(run_args, args)
 
 
 def test_the_modules_to_shard_are_in_the_model(composed: Callable[..., Path], tmp_path: Path) -> None:
@@ -27,7 +29,7 @@ def test_the_modules_to_shard_are_in_the_model(composed: Callable[..., Path], tm
     assert to_shard <= {type(module).__name__ for module in model.modules()}
 
 
-def test_a_recipes_attention_is_that_of_the_language_model(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_language_model_gets_the_attention_of_the_recipe(composed: Callable[..., Path], tmp_path: Path) -> None:
     model = load_for_run(composed(), tmp_path, stage="align", attn_implementation="eager")
     assert model.config.text_config._attn_implementation == "eager"
 
@@ -35,10 +37,10 @@ def test_a_recipes_attention_is_that_of_the_language_model(composed: Callable[..
 def test_a_padding_token_that_ends_turns_is_trained(composed: Callable[..., Path], tmp_path: Path) -> None:
     """Some language models end turns with their padding token, which Trainer saves in the config.
 
-    transformers by itself would give the embedding of the config's padding token no gradient.
+    transformers would give the embedding of the config's padding token no gradient.
     """
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    pad_token_id = 6
+    pad_token_id = 6  # any token will do
     model.config.text_config.pad_token_id = pad_token_id
     model.save_pretrained(tmp_path)
     model = load_for_run(tmp_path, tmp_path, stage="instruct")
@@ -52,13 +54,14 @@ def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[...
     rates = LearningRates(common=1e-3, vision=0.0, norm=1e-3)
     groups = prepare_stage(model, Stage.ALIGN, rates, frozen_dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
-        is_trained = name.startswith("model.multi_modal_projector.")
-        assert parameter.requires_grad == is_trained, name
-        assert parameter.dtype == (torch.float32 if is_trained else torch.bfloat16), name
+        is_projector = name.startswith("model.multi_modal_projector.")
+        expected_dtype = torch.float32 if is_projector else torch.bfloat16
+        assert parameter.requires_grad == is_projector, name
+        assert parameter.dtype == expected_dtype, name
 
     table = describe_stage(Stage.ALIGN, groups)
-    assert "bfloat16                frozen" in table
-    assert "0.001" in table
+    assert re.search(r"bfloat16 +frozen", table)
+    assert "0.001" in table  # the learning rate
 
     # Every parameter is in exactly one group.
     names_in_groups = [name for group in groups for name in group.parameters]
@@ -86,23 +89,23 @@ def test_checkpointing_does_not_recompute_a_frozen_encoder(
 
     expected_gradients = compute_gradients()
 
-    calls = []
+    encoder_calls = []
     first_layer = model.model.vision_tower.encoder.layers[0]
-    first_layer.self_attn.register_forward_hook(lambda *args: calls.append("forward"))
+    first_layer.self_attn.register_forward_hook(lambda *args: encoder_calls.append("forward"))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.testing.assert_close(compute_gradients(), expected_gradients)
     if stage is Stage.ALIGN:  # the encoder is frozen
-        assert len(calls) == 1
+        assert len(encoder_calls) == 1
     else:  # the encoder is trained, and runs again in the backward pass
-        assert len(calls) == 2
+        assert len(encoder_calls) == 2
 
 
-def test_a_learning_rate_of_0_is_not_taken_for_a_missing_one(
+def test_a_learning_rate_of_0_does_not_fall_back_to_the_common_rate(
     model: NormLlavaForConditionalGeneration, tmp_path: Path
 ) -> None:
     fields = {"norm_learning_rate": 0.0, "projector_learning_rate": 0.0}
     run_args = RunArguments(model_name_or_path="unused", dataset_name="unused", stage="align", **fields)
     args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     _, groups = prepare_model(model, run_args, args, args.frozen_dtype)
-    # Frozen modules have no rate. The projector and its norm have the rate 0, and not the recipe's `learning_rate`.
+    # Frozen modules have no rate. The projector and its norm have the rate 0, not the recipe's `learning_rate`.
     assert {group.learning_rate for group in groups} == {None, 0.0}

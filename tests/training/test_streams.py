@@ -28,12 +28,12 @@ Turns = list[dict[str, str]]
 
 
 def is_bad(number: int) -> bool:
-    """Whether row `number` of a shard is bad. In these tests every fifth row is."""
+    """Whether row `number` of a shard is bad. In these tests every fifth row of a shard is bad."""
     return number % 5 == 4
 
 
 def make_turns(shard: int, number: int) -> Turns:
-    """The turns of row `number` of a shard. The question names the row. A bad row has an empty answer."""
+    """The turns of row `number` of a shard. The question is the row's name. A bad row has an empty answer."""
     answer = "" if is_bad(number) else "x"
     return [{"from": "human", "value": f"{shard}.{number}"}, {"from": "gpt", "value": answer}]
 
@@ -41,14 +41,16 @@ def make_turns(shard: int, number: int) -> Turns:
 def write_parquet(folder: Path, sizes: list[int]) -> Path:
     """Write a dataset of Parquet files, one for each shard, with these numbers of rows, and return its folder."""
     folder.mkdir()
-    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    image_type = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     for shard, size in enumerate(sizes):
+        no_images = [[]] * size
         table = pa.table(
             {
-                "images": pa.array([[]] * size, pa.list_(struct)),
+                "images": pa.array(no_images, pa.list_(image_type)),
                 "conversations": [make_turns(shard, number) for number in range(size)],
             }
         )
+        # As in real files, the rows are in several groups.
         pq.write_table(table, folder / f"train-{shard:05d}.parquet", row_group_size=4)
     return folder
 
@@ -68,14 +70,19 @@ WRITERS: dict[str, Callable[[Path, list[int]], Path]] = {"parquet": write_parque
 
 def check_answer(row: Row) -> Row:
     """Stands for `RowCheck`, by which training checks a row. A row with an empty answer is bad."""
-    if not row_turns(row)[1]["value"]:
+    _, answer = row_turns(row)
+    if answer["value"] == "":
         raise BadRowError(row["source"], "no answer")
     return row
 
 
 def collate_names(rows: list[Row]) -> dict[str, Any]:
-    """Stands for the collator. A batch has the questions of its rows, which name the rows as "shard.number"."""
-    return {"names": [row_turns(row)[0]["value"] for row in rows]}
+    """Stands for the collator. A batch has the names of its rows, such as "3.0" for row 0 of shard 3."""
+    names = []
+    for row in rows:
+        question, _ = row_turns(row)
+        names.append(question["value"])
+    return {"names": names}
 
 
 def make_batches(
@@ -96,7 +103,7 @@ def make_batches(
 
 
 def read_batches(batches: StreamBatches) -> Iterator[dict[str, Any]]:
-    """An endless iterator over the batches, as training reads them."""
+    """An endless iterator over batches, by the data loader of training."""
     return iter(batches.loader())
 
 
@@ -116,7 +123,7 @@ def test_each_good_row_is_read_once_by_one_process(tmp_path: Path, kind: str, nu
     names_read = []
     for process in range(num_processes):
         batches = make_batches(path, process=process, num_processes=num_processes)
-        # `batches.rows` are those of all processes. The data loader's readers split them in this way.
+        # `batches.rows` are the rows of all processes, of which the data loader of a process selects its own.
         rows_of_process = split_dataset_by_node(batches.rows, process, num_processes)
         good_rows = list(batches.good_rows(rows_of_process))
         names_read += collate_names(good_rows)["names"]
@@ -130,7 +137,7 @@ MANY_SHARDS = [5] * 40
 def test_the_place_is_restored_for_the_same_number_of_readers(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "rows", MANY_SHARDS)
     make_batches(path, num_workers=2).write_place(tmp_path, is_main_process=True)
-    # An error would be raised if the place didn't fit.
+    # Reading a place that doesn't fit would raise an error.
     make_batches(path, num_workers=2).read_place(tmp_path)
 
 
@@ -142,7 +149,7 @@ def test_the_place_is_restored_for_the_same_number_of_readers(tmp_path: Path) ->
 def test_a_place_of_another_number_of_readers_is_refused(
     tmp_path: Path, num_workers: int, num_processes: int, readers: str
 ) -> None:
-    """The error's message has a list with the number of readers of each process, as saved and now."""
+    """The error lists how many readers each process had when the place was written, and how many it has now."""
     path = write_parquet(tmp_path / "rows", MANY_SHARDS)
     make_batches(path, num_workers=2).write_place(tmp_path, is_main_process=True)
     batches = make_batches(path, num_workers=num_workers, num_processes=num_processes)
@@ -153,7 +160,7 @@ def test_a_place_of_another_number_of_readers_is_refused(
 def test_bad_rows_of_a_stream_are_skipped_and_listed(tmp_path: Path) -> None:
     path = write_json(tmp_path / "rows", [5, 5])
     batches = read_batches(make_batches(path, bad_rows="skip"))
-    for _ in range(4):  # these batches have rows 0 to 3 and 5 to 8
+    for _ in range(4):  # the eight rows of these batches are rows 0 to 3 and 5 to 8
         next(batches)
     lines = (path.parent / "bad_rows.jsonl").read_text().splitlines()
     bad_row = {"source": f"{path}, row 4", "problem": "no answer"}
@@ -168,8 +175,8 @@ def test_a_bad_row_stops_a_stream_if_the_recipe_says_so(tmp_path: Path) -> None:
 
 
 def test_a_stream_of_nothing_but_bad_rows_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream begins anew at its end, so without a limit this one would be read forever."""
-    bad_row = {"conversations": make_turns(shard=0, number=4)}
+    """A stream begins anew at its end, so without a limit this stream would be read forever."""
+    bad_row = {"conversations": make_turns(shard=0, number=4)}  # has no answer
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([bad_row] * 3))
     monkeypatch.setattr(streams, "MAX_CONSECUTIVE_BAD_ROWS", 10)

@@ -25,14 +25,14 @@ from training.compose import compose, describe_model, main
 TILE = 28  # pixels of a side; a tile has four image tokens
 # The width and height of each picture of the rows.
 SIZES = {"square": (TILE, TILE), "wide": (3 * TILE, TILE), "tall": (TILE, 2 * TILE)}
-# The number of tiles of each picture. The wide picture is cut into three and the tall one into two, and the whole of a
-# picture that is cut is one more tile.
+# The number of tiles of each picture. The wide picture is cut into three tiles and the tall picture into two, and each
+# has one more tile that shows the whole picture.
 NUM_TILES = {"square": 1, "wide": 4, "tall": 3}
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A JSON file with one row for each picture of `SIZES`, one with all three, and one of text alone."""
+    """The path of a file with a row for each picture of `SIZES`, a row with all three, and a row of text alone."""
     rows = []
     for name, size in SIZES.items():
         Image.effect_noise(size, 80).convert("RGB").save(tmp_path / f"{name}.png")
@@ -63,6 +63,15 @@ def check_rows(folder: Path, data: Path, max_tiles: int | None = None) -> tuple[
     return tokenize_rows(load_rows(str(data)), RowCheck(tokenize)), tokenize
 
 
+def collate_rows(
+    tokenize: RowTokenizer, rows: Dataset, data: Path, row_numbers: list[int], packed: bool = False
+) -> dict[str, Any]:
+    """The batch of the checked rows with these numbers."""
+    raw_rows = load_rows(str(data))  # these have the pictures, and the checked rows have the tokens
+    collator = VisionLanguageCollator(tokenize, packed)
+    return collator([raw_rows[number] | rows[number] for number in row_numbers])
+
+
 def test_the_check_of_rows_counts_the_tokens_of_all_tiles(folder: Path, data: Path) -> None:
     rows, tokenize = check_rows(folder, data)
     square, wide, tall = NUM_TILES.values()
@@ -77,24 +86,21 @@ def test_the_check_of_rows_counts_the_tokens_of_all_tiles(folder: Path, data: Pa
 
 
 def test_a_run_can_take_fewer_tiles_than_the_model(folder: Path, data: Path) -> None:
-    # An earlier check counts up to four tiles. Its result is kept, but must not be taken for a run with one tile.
+    # The rows that are checked with up to four tiles are cached, but must not be taken for a run with one tile.
     check_rows(folder, data)
     rows, tokenize = check_rows(folder, data, max_tiles=1)
     assert rows["tiles_per_image"][:] == [[1], [1], [1], [1, 1, 1], []]
 
-    collate = VisionLanguageCollator(tokenize)
-    raw_rows = load_rows(str(data))
-    batch = collate([raw_rows[index] | rows[index] for index in (1, 3)])  # rows of one and of three pictures
+    # Row 1 has one picture and row 3 has three. A picture has four image tokens.
+    batch = collate_rows(tokenize, rows, data, row_numbers=[1, 3])
     assert len(batch["pixel_values"]) == 4
-    assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4 * 4  # four for each picture
+    assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4 * 4
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_batch_is_what_the_processor_makes_of_the_conversation(folder: Path, data: Path, packed: bool) -> None:
     rows, tokenize = check_rows(folder, data)
-    raw_rows = load_rows(str(data))
-    index = 3  # the row with all three pictures
-    batch = VisionLanguageCollator(tokenize, packed)([raw_rows[index] | rows[index]])
+    batch = collate_rows(tokenize, rows, data, row_numbers=[3], packed=packed)  # row 3 has all three pictures
 
     processor = tokenize.processor
     pictures = [Image.open(data.parent / f"{name}.png") for name in SIZES]
@@ -111,9 +117,7 @@ def test_a_batch_is_what_the_processor_makes_of_the_conversation(folder: Path, d
 
 def test_a_blank_picture_is_one_tile(folder: Path, data: Path) -> None:
     rows, tokenize = check_rows(folder, data)
-    raw_rows = load_rows(str(data))
-    index = 4  # the row of text alone
-    batch = VisionLanguageCollator(tokenize)([raw_rows[index] | rows[index]])
+    batch = collate_rows(tokenize, rows, data, row_numbers=[4])  # row 4 has no picture
     assert len(batch["pixel_values"]) == 1
     assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4
 
@@ -123,14 +127,14 @@ def test_both_stages_train(folder: Path, data: Path, tmp_path: Path, packing: di
     stage1 = tmp_path / "stage1"
     stage2 = tmp_path / "stage2"
     source = {"dataset_name": str(data)}
-    # Stage 1 takes whole pictures, by `max_tiles`. The model that it saves cuts pictures again, so stage 2 does.
+    # With `max_tiles` 1, stage 1 doesn't cut pictures. Stage 2 does, as the model was composed.
     run(tmp_path, **source, stage="align", max_tiles=1, model_name_or_path=str(folder), output_dir=str(stage1))
     run(tmp_path, **source, **INSTRUCT, **packing, model_name_or_path=str(stage1), output_dir=str(stage2))
 
     assert any("language_model" in name for name in changed_weights(stage1, stage2))
     processor = AutoProcessor.from_pretrained(stage2)
     assert processor.image_processor.max_patches == 4
-    # The folder has the processor's code, for those who load it elsewhere.
+    # The folder has the processor's code, for users who load the processor without this repository.
     assert (stage2 / "processing_normllava.py").exists()
 
     inputs = processor(
@@ -183,11 +187,11 @@ def test_max_tiles_needs_a_model_that_cuts_pictures(composed: Callable[..., Path
 def test_composing_refuses_tiles_that_do_not_fit(
     backbones: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = (str(backbones("clip")), str(backbones("qwen2")))
+    backbone_folders = (str(backbones("clip")), str(backbones("qwen2")))
     with pytest.raises(UserError, match="max_tiles 0: it is at least 1"):
-        compose(*parts, max_tiles=0)
+        compose(*backbone_folders, max_tiles=0)
     with pytest.raises(UserError, match="center_crop leaves out a picture's edges"):
-        compose(*parts, max_tiles=2, center_crop=True)
+        compose(*backbone_folders, max_tiles=2, center_crop=True)
 
     with pytest.raises(SystemExit):
         main(["--llava_model=x", f"--output_dir={tmp_path}", "--max_tiles=2"])
@@ -196,6 +200,7 @@ def test_composing_refuses_tiles_that_do_not_fit(
 
 def test_composing_says_what_becomes_of_a_picture(folder: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
-    table = describe_model(model, AutoProcessor.from_pretrained(folder))
+    processor = AutoProcessor.from_pretrained(folder)
+    table = describe_model(model, processor)
     assert "4 tokens a tile" in table
     assert "a picture is cut into up to 4 tiles of 28 x 28 pixels" in table

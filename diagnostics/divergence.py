@@ -18,9 +18,9 @@ BINS = 16
 # Two random halves of the pictures differ only by chance. The floor of the divergence is this quantile of the
 # divergences of many pairs of halves. A divergence between modalities that is below the floor says nothing.
 FLOOR_QUANTILE = 0.95
-# Pairs of sets of tokens; the divergence between the two sets of each pair is measured. Tokens are in numbered groups,
-# and a set consists of whole groups. The first array holds for each pair a mask of the groups in the pair's first set,
-# and the second array a mask of the groups in its second set, `(num_pairs, num_groups)` each.
+# Pairs of sets of tokens, between which the divergence is measured. A set consists of whole groups of tokens. Both
+# arrays are masks, `(num_pairs, num_groups)`: the first marks the groups of each pair's first set, and the second those
+# of its second set.
 SetPairs = tuple[np.ndarray, np.ndarray]
 
 
@@ -71,7 +71,7 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, pairs: SetPairs
 
     num_components = min(COMPONENTS, *points.shape)  # PCA finds no more than there are tokens or coordinates
     pca = PCA(num_components, random_state=0).fit(points)
-    # The components are not centered: a shift would move the edges of the bins along, and change no histogram.
+    # A component needs no centering: its bins end at its own quantiles, so that a shift changes no histogram.
     components = points @ pca.components_.T  # [num_tokens, num_components]
 
     divergences = []

@@ -134,7 +134,7 @@ def choose_layers(num_layers: int, layers: Sequence[int] | None, count: int = NU
     missing = set(chosen) - set(range(num_layers))
     if missing:
         given = " ".join(str(layer) for layer in chosen)
-        raise DiagnosticsError(f"It has layers 0 to {num_layers - 1}, got --layers {given}.")
+        raise DiagnosticsError(f"The decoder has layers 0 to {num_layers - 1}, got --layers {given}.")
     return chosen
 
 

@@ -25,8 +25,8 @@ class Evaluation:
         n: Number of rows or questions that were scored.
         standard_error: Standard error of the value; `None` if it is unknown.
         command: The command that measured the value.
-        weights: [`~common.files.fingerprint`] of the weights that were measured. The model card refuses a result
-            that has no such fingerprint, or the fingerprint of other weights.
+        weights: [`~common.files.fingerprint`] of the weights that were measured. The model card refuses results
+            without a fingerprint, and results of other weights.
         harness: Name and version of the harness; `None` if a script measured the value.
         choice: Number of shots, and other choices of method.
         baseline: The score of something simpler than a model, such as guessing; `None` if it is unknown.

@@ -23,7 +23,7 @@ class FiniteWatch:
         self._last_checked_step = 0
 
     def start(self, step: int) -> None:
-        """Start to watch the steps after `step`, the number of steps taken, which isn't 0 if the run is resumed."""
+        """Watch the steps after `step`: 0 in a new run, the checkpoint's step in a resumed run."""
         self._last_checked_step = step
 
     def note(self, value: torch.Tensor) -> None:

@@ -99,9 +99,10 @@ def compare_answers(vllm_python: Path, folder: Path, implementation: str, scratc
         vllm_python: The Python of vLLM's environment.
         folder: The folder of the model.
         implementation: vLLM's `model_impl`, as for `vllm_answers.py`.
-        scratch: An empty folder.
+        scratch: A folder for the answers and vLLM's cache.
     """
-    # -I and a new HF_HOME, where transformers caches class files, leave only the folder's own class files to use.
+    # -I hides this repository's modules from Python, and a new HF_HOME has no cached class files. So only the folder's
+    # class files can be used.
     script = Path(__file__).with_name("vllm_answers.py")
     command = [vllm_python, "-I", script, folder, scratch / "answers.json", implementation]
     environment = {

@@ -105,7 +105,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
 
 
 def find_models(run: Path, start: str | None) -> dict[int, str]:
-    """The models to measure by step: the folders of a run's checkpoints, and `start` as step 0 if it is given.
+    """The folder of each model to measure, by its step: a run's checkpoints, and `start`, if given, as step 0.
 
     Raises:
         UserError: if there are no checkpoints.

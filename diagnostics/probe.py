@@ -100,7 +100,7 @@ class Probe:
         self._model = model
         self._inputs = inputs
         self._tokens = tokens
-        self._length = len(tokens.text)
+        self._length = len(tokens.text)  # `text` is a mask over all positions
         self._layers = layers
         self._queries = choose_queries(tokens)
         self._key_positions = torch.arange(self._length) if key_positions is None else key_positions
@@ -214,8 +214,8 @@ class Probe:
         layer_norms = torch.cat([norms_before, norms_after[-1:]])  # [L + 1, S]
 
         tokens_with_sinks = self._tokens
-        is_compared = tokens_with_sinks.visual | tokens_with_sinks.text
-        if not layer_norms[:, is_compared].isfinite().all():
+        is_visual_or_text = tokens_with_sinks.visual | tokens_with_sinks.text
+        if not layer_norms[:, is_visual_or_text].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
             )

@@ -139,8 +139,9 @@ def needed_by(packages: Sequence[str]) -> set[str]:
     top_level_names = set()
     for package in packages:
         for module, names in imports_by_module(package).items():
-            # The Space and the endpoint's handler have requirements of their own.
-            if not module.startswith("hub_cards.assets"):
+            # Files in assets/ are copied into Hub repositories, which list what they need themselves.
+            is_asset = module.startswith("hub_cards.assets")
+            if not is_asset:
                 top_level_names |= {name.split(".")[0] for name in names}
 
     distributions = packages_distributions()  # such as {"PIL": ["pillow"]}

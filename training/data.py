@@ -48,10 +48,11 @@ def read_rows(
     # The recipe gives either `datasets` or the fields of a single source.
     entries = run_args.datasets
     if not entries:
+        assert run_args.dataset_name is not None
         only_entry = SourceArguments(
-            path=str(run_args.dataset_name),
+            path=run_args.dataset_name,
             name=run_args.dataset_config,
-            split=str(run_args.dataset_train_split),
+            split=run_args.dataset_train_split,
             image_folder=run_args.image_folder,
         )
         entries = [only_entry]

@@ -75,7 +75,7 @@ def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, de
 
     is_bfloat16 = dtype == torch.bfloat16
     with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
-        grad_output = torch.randn_like(norm(inputs))
+        grad_output = torch.randn_like(norm(inputs))  # the output's dtype under autocast
         time_passes(norm, inputs, grad_output, passes)  # a warm-up
         seconds_per_pass = [time_passes(norm, inputs, grad_output, passes) / passes for _ in range(NUM_TIMINGS)]
         output = norm(inputs)

@@ -32,8 +32,8 @@ def write_rows(folder: Path, num_rows: int) -> None:
         answer = "n" * (4 * number + 1)
         turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": answer}]
         rows.append({"image": f"{number}.png", "conversations": turns})
-    for name in ROWS.values():
-        (folder / name).write_text(json.dumps(rows))
+    for file_name in ROWS.values():  # a file of rows for each stage
+        (folder / file_name).write_text(json.dumps(rows))
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("stranger_script.py")
 
 
 def ask_as_stranger(release: Path, picture: Image.Image, folder: Path, trusts_code: bool) -> dict[str, Any]:
-    """The release's answers that `stranger_script.py` writes, to its question about a picture.
+    """Ask a release the question of `stranger_script.py` about a picture, and return the answers that the script wrote.
 
     Args:
         release: The release folder.

@@ -23,7 +23,7 @@ def test_the_mode_of_all_modules_still_changes() -> None:
     model.eval()
 
     with no_module_walks(model, optimizer):
-        assert model[0].training
+        assert model[0].training  # the block begins in training mode
         model.eval()
         assert not model[0].training
         model.train()
@@ -61,21 +61,31 @@ def test_after_an_error_the_model_has_its_own_methods_again() -> None:
     assert model[0].training
 
 
-def test_a_run_visits_the_modules_once_an_epoch(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def count_visits(fields: dict[str, Any], num_steps: int, output_dir: Path) -> int:
+    """How often the modes of all modules are set in a run of `num_steps` steps.
+
+    Args:
+        fields: The recipe fields of a run.
+        num_steps: Number of steps, less than an epoch has.
+        output_dir: The run's folder.
+    """
+    visits = []
+
+    def train(embedding: nn.Embedding, mode: bool = True) -> nn.Module:
+        visits.append(mode)
+        return nn.Module.train(embedding, mode)
+
+    output_dir.mkdir()
+    # Whoever sets the modes of all modules calls `train` of the model's embedding, too.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Embedding, "train", train)
+        run(output_dir, **{**fields, "output_dir": str(output_dir), "max_steps": num_steps, "num_train_epochs": None})
+    return len(visits)
+
+
+def test_more_steps_of_an_epoch_visit_the_modules_no_more_often(
+    finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    num_visits = 0
-
-    def count_visit(module: nn.Module, mode: bool = True) -> nn.Module:
-        nonlocal num_visits
-        num_visits += mode
-        return nn.Module.train(module, mode)
-
-    # The model has one embedding of tokens, which is visited whenever the mode of all modules is set.
-    monkeypatch.setattr(nn.Embedding, "train", count_visit, raising=False)
-    run(tmp_path, **{**finished, "output_dir": str(tmp_path / "out"), "max_steps": 6, "num_train_epochs": None})
-    num_visits_of_six_steps = num_visits
-
-    num_visits = 0
-    run(tmp_path, **{**finished, "output_dir": str(tmp_path / "shorter"), "max_steps": 2, "num_train_epochs": None})
-    assert num_visits_of_six_steps == num_visits
+    visits_of_two_steps = count_visits(finished_fields, num_steps=2, output_dir=tmp_path / "two")
+    visits_of_six_steps = count_visits(finished_fields, num_steps=6, output_dir=tmp_path / "six")
+    assert visits_of_six_steps == visits_of_two_steps > 0

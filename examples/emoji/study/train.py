@@ -51,7 +51,7 @@ class SecondLayerTrainer(NormLlavaTrainer):
 
 def main(second_layer_rate: float, argv: list[str]) -> None:
     """Train with the options of training/sft.py, and this learning rate for the projector's second layer."""
-    # With TF32, convolutions on a GPU would round float32.
+    # The study trains in float32, but convolutions on a GPU would round to TF32.
     torch.backends.cudnn.allow_tf32 = False
 
     # training/sft.py has no option for the second layer's rate, so its class of trainer is replaced while it runs.

@@ -19,8 +19,8 @@ BINS = 16
 # divergences of many pairs of halves. A divergence between modalities that is below the floor says nothing.
 FLOOR_QUANTILE = 0.95
 # Pairs of sets of tokens, between which the divergence is measured. A set consists of whole groups of tokens. Both
-# arrays are masks, `(num_pairs, num_groups)`: the first marks the groups of each pair's first set, and the second those
-# of its second set.
+# arrays are masks, `(num_pairs, num_groups)`: the first has the groups of each pair's first set, and the second the
+# groups of its second set.
 SetPairs = tuple[np.ndarray, np.ndarray]
 
 

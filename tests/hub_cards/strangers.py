@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("stranger_script.py")
 
 
 def ask_as_stranger(release: Path, picture: Image.Image, folder: Path, trusts_code: bool) -> dict[str, Any]:
-    """Ask a release the question of `stranger_script.py` about a picture, and return the answers that the script wrote.
+    """Ask a release the question of `stranger_script.py` about a picture, and return what the script writes.
 
     Args:
         release: The release folder.

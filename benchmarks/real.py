@@ -58,7 +58,7 @@ from training import sft
 
 ROW_FILES = {"align": "captions.json", "instruct": "train.json"}  # of stages 1 and 2, in the folder --data
 PACKED_LENGTH = 65536  # tokens; with the default model, all rows of a step fit into one packed row
-# Our command trains on padded rows and on packed rows, and TRL's trainer on padded rows.
+# The arms that are compared: our command on padded rows and on packed rows, and TRL's trainer on padded rows.
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
 # The printed table has a column of arms and these columns of figures. Widths are in characters.
 ARM_WIDTH = 24
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
 
 
 def free_earlier_trainer() -> None:
-    """Free the memory of the arm before, and forget its peak."""
+    """Free the memory of the arm before, and forget the peak of memory."""
     gc.collect()  # a trainer refers to itself, so only this frees the trainer
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -77,7 +77,7 @@ def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
             # The process failed before it wrote an error for the arm that died, and so would the next process.
             say(f"{part} failed.")
             return
-        # Without a new line, the process died in its first arm. Otherwise it died in a later arm, with which the next
+        # A process that wrote no line died in its first arm. Otherwise it died in a later arm, with which the next
         # process begins.
         first_arm_died = not wrote_lines
 

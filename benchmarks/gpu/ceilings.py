@@ -11,7 +11,7 @@ from benchmarks.gpu.stopwatch import Stopwatch
 
 
 # The shape of each product: the rows and the columns of the left matrix, and the columns of the right matrix. The last
-# two are products of the measured models' MLPs: the left matrix has a row for each token of about one forward pass.
+# two come from the measured models' MLPs: their left matrices have about as many rows as a forward pass has tokens.
 PRODUCTS = {
     "product 8192 x 8192 x 8192": (8192, 8192, 8192),
     "product of Qwen2.5-7B's MLP": (8192, 3584, 18944),

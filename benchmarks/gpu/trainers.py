@@ -26,7 +26,7 @@ from training.adapters import quantization_config
 from training.arguments import RunArguments, TrainingConfig
 
 
-# By stage.
+# The file of rows of each stage.
 ROW_FILES = {"align": "captions.json", "instruct": "conversations.json", "adapt": "conversations.json"}
 LORA = {"lora_r": 64, "lora_alpha": 16}
 # LLaVA's format of stage 1 as a chat template for TRL: the picture, then the caption and a line break. TRL passes each

@@ -2,10 +2,10 @@
 
     python -m benchmarks.pages
 
-A page of 1240 x 1754 pixels (A4 at 150 dpi) is given whole or cut into six tiles and a thumbnail, with patches merged
-by 2 or not. The model has the shapes of Qwen3-0.6B and SigLIP2-base-512, and random weights: neither time nor memory
-depends on the values of weights. The model runs on the GPU if there is one. On a CPU, the memory is that of the whole
-process.
+A page of 1240 x 1754 pixels (A4 at 150 dpi) is given whole or cut into six tiles and a thumbnail, and squares of 2 x 2
+patches are merged or not. The model has the shapes of Qwen3-0.6B and SigLIP2-base-512. Its weights are random: neither
+time nor memory depends on their values. The model runs on the GPU if there is one. On a CPU, the memory is that of the
+whole process.
 """
 
 import argparse
@@ -96,8 +96,9 @@ def measure_page(setting: Setting, tiny: bool) -> Cost:
         model = NormLlavaForConditionalGeneration(config).to(dtype).eval()
 
     pixel_values = cut_page(config.vision_config.image_size, setting.max_tiles).to(device, dtype)
-    num_image_tokens = config.image_seq_length * len(pixel_values)  # of all tiles and the thumbnail
-    question_token_id = IMAGE_TOKEN_ID + 1  # any other id would do
+    tokens_per_tile = config.image_seq_length
+    num_image_tokens = tokens_per_tile * len(pixel_values)
+    question_token_id = IMAGE_TOKEN_ID + 1  # any id but the image token's would do
     token_ids = [IMAGE_TOKEN_ID] * num_image_tokens + [question_token_id] * NUM_QUESTION_TOKENS
     input_ids = torch.tensor([token_ids], device=device)
 

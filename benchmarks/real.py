@@ -16,8 +16,8 @@ shapes. `padding_share` is the share of padding among all tokens.
 import os
 
 
-# Waiting threads sleep. torch reads this variable while it is loaded.
-os.environ |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise tokenizers warns in processes that fork
+os.environ["OMP_WAIT_POLICY"] = "passive"  # waiting threads sleep; torch reads this variable while it is loaded
 
 import argparse
 import gc
@@ -34,7 +34,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+# Importing this module silences bitsandbytes, which PEFT imports below and which may warn of kernels that a CPU lacks.
 from common.console import command, parse
 
 
@@ -56,11 +56,11 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
 
 
-ROWS = {"align": "captions.json", "instruct": "train.json"}  # the files of stage 1 and stage 2, in the folder --data
+ROW_FILES = {"align": "captions.json", "instruct": "train.json"}  # of stages 1 and 2, in the folder --data
 PACKED_LENGTH = 65536  # tokens; with the default model, all rows of a step fit into one packed row
-# Our command trains on padded rows and on packed rows, and TRL's trainer on padded rows.
+# The arms that are compared: our command on padded rows and on packed rows, and TRL's trainer on padded rows.
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
-# The columns of the printed table: their widths in characters, and the names of the columns of figures.
+# The printed table has a column of arms and these columns of figures. Widths are in characters.
 ARM_WIDTH = 24
 FIGURE_WIDTH = 18
 COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share", "memory_gib")
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     results = describe_run(options)
     sys.stdout.write(render_header() + "\n")
-    for stage, arm in itertools.product(ROWS, ARMS):
+    for stage, arm in itertools.product(ROW_FILES, ARMS):
         report = measure(options, stage, arm)
         results["arms"].append(report)
         sys.stdout.write(render_report(report) + "\n")
@@ -109,7 +109,7 @@ def require_files(options: argparse.Namespace) -> None:
     Raises:
         UserError: if a file is missing.
     """
-    row_files = [options.data / name for name in ROWS.values()]
+    row_files = [options.data / name for name in ROW_FILES.values()]
     for path in [options.model / "config.json", *row_files]:
         if not path.exists():
             raise UserError(f"{path} is missing: run `make emoji` first, or name others by --model and --data.")
@@ -148,7 +148,7 @@ def render_report(report: Report) -> str:
 def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
     """Train an arm, and return its report. If the arm runs out of memory, the error takes the place of figures."""
     free_earlier_trainer()
-    all_rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
+    all_rows = json.loads((options.data / ROW_FILES[stage]).read_text(encoding="utf-8"))
     rows = random.Random(42).sample(all_rows, options.steps * options.batch_size)
     is_packed = arm == "ours, packed"
     attention = options.attention if is_packed else "sdpa"
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
 
 
 def free_earlier_trainer() -> None:
-    """Free the memory of the arm before, and forget its peak."""
+    """Free the memory of the arm before, and forget the peak of memory."""
     gc.collect()  # a trainer refers to itself, so only this frees the trainer
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -317,7 +317,7 @@ class BareLoop(TrainerCallback):
         """Take the loop's step. What the trainer does afterwards is timed as part of the trainer's next step."""
         self.read_clock()
         if not self.alone:
-            # The loop runs only on a CPU, where each step has a single batch. `global_step` counts from 1.
+            # A step has one batch: `on_train_begin` refuses several. `global_step` counts from 1.
             inputs = to_device(self.batches[state.global_step - 1], args.device)
             is_first_step = state.global_step == 1
             if is_first_step:
@@ -358,7 +358,7 @@ class BareLoop(TrainerCallback):
         self.losses.append(loss.item())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the trainer's mean loss, and the peak of memory before the model is saved."""
+        """Keep the trainer's mean loss and peak memory. The model is saved afterwards, so saving doesn't count."""
         self.trainer_loss = state.log_history[-1]["train_loss"]
         self.peak_memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
@@ -370,8 +370,7 @@ class BareLoop(TrainerCallback):
 
     def timed_batches(self, steps: int) -> list[dict[str, Any]]:
         """The batches of all steps but the first."""
-        # Each step has the same number of batches. With the default model it is 1. With other models a step's rows may
-        # not fit into one packed row.
+        # All steps have the same number of batches: one, or several if a step's rows don't fit into one packed row.
         batches_per_step = len(self.batches) // steps
         return self.batches[batches_per_step:]
 
@@ -380,18 +379,20 @@ def report_trainer(loop: BareLoop, steps: int) -> Report:
     """The trainer's figures. Times are medians over all steps but the first."""
     step_seconds = loop.step_seconds()
     trainer_seconds = median(step_seconds[:, 0])  # the loop's seconds are in the other column
+
     computed_tokens = 0
     padding_tokens = 0
     for batch in loop.timed_batches(steps):
         computed_tokens += batch["input_ids"].numel()
-        if "attention_mask" in batch:
+        if "attention_mask" in batch:  # a packed batch has no mask, and no padding
             padding_tokens += int((batch["attention_mask"] == 0).sum())
 
-    tokens_per_step = (computed_tokens - padding_tokens) / len(step_seconds)
+    num_timed_steps = len(step_seconds)
+    unpadded_per_step = (computed_tokens - padding_tokens) / num_timed_steps
     return {
         "seconds": trainer_seconds,
         "loss": loop.trainer_loss,
-        "tokens_per_second": tokens_per_step / trainer_seconds,
+        "tokens_per_second": unpadded_per_step / trainer_seconds,
         "padding_share": padding_tokens / computed_tokens,
         "memory_gib": loop.peak_memory / 2**30,
         "steps": step_seconds.tolist(),
@@ -405,9 +406,9 @@ def report_loop(loop: BareLoop, steps: int) -> Report:
     bare_seconds = median(loop_steps)
 
     computed_tokens = sum(batch["input_ids"].numel() for batch in loop.timed_batches(steps))
-    tokens_per_step = computed_tokens // len(loop_steps)
-    flops_per_step = loop.flops_per_token * tokens_per_step
-    seconds_at_peak = flops_per_step / measure_peak(loop.model, tokens_per_step)
+    computed_per_step = computed_tokens // len(loop_steps)
+    flops_per_step = loop.flops_per_token * computed_per_step
+    seconds_at_peak = flops_per_step / measure_peak(loop.model, computed_per_step)
     return {
         "bare_seconds": bare_seconds,
         "ratio": median(trainer_steps / loop_steps),

@@ -41,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def linked_files(page: str) -> set[str]:
-    """The paths of the repository's files that a page links to. `page` and these paths begin at the repository."""
+    """The paths of the repository's files that a page links to. `page` and the paths are relative to `ROOT`."""
     text = (ROOT / page).read_text(encoding="utf-8")
     paths = {resolve_link(page, link) for link in LINK.findall(text)}
     return {path for path in paths if (ROOT / path).is_file()}

@@ -1,4 +1,4 @@
-"""Writes `docs/reference.md`, a page with the options of three commands, which are read from the commands' parsers.
+"""Writes `docs/reference.md`, the page of three commands' options, which are read from the commands' parsers.
 
     python docs/reference.py
 
@@ -28,7 +28,7 @@ RECIPE_FIELDS = (
     "`ModelConfig`. The command line takes them too."
 )
 CHANGED_FIELDS = "Fields of TRL with another default or effect:"
-# A command's options by argparse's `dest`. Of options with one `dest`, such as `--x` and `--no_x`, the first is kept.
+# A command's options by argparse's `dest`. If several share a `dest`, as `--x` and `--no_x` do, the first is kept.
 Options = dict[str, argparse.Action]
 
 
@@ -79,12 +79,13 @@ def read_options(module: str) -> Options:
 def describe_recipe(options: Options) -> str:
     """The recipe's fields that this project adds, then the fields of TRL whose default or effect this project changes.
 
-    Computed fields have no option, and so are left out.
+    Fields without an option, which the user can't set, are left out.
     """
     # `__annotations__` names the fields that a class itself declares, without the fields of its base class.
     own_names = [name for name in RunArguments.__annotations__ if name in options]
     own_lines = [describe_option(options[name]) for name in own_names]
 
+    # `TrainingConfig` declares only fields of TRL's `SFTConfig`, to change them.
     changed_names = [name for name in TrainingConfig.__annotations__ if name in options]
     defaults = field_defaults(TrainingConfig)
     trl_defaults = field_defaults(SFTConfig)
@@ -114,7 +115,7 @@ def describe_option(option: argparse.Action, default: str | None = None) -> str:
     label = f"`{first_name}`"
     if default is None:
         default = describe_default(option)
-    if default != "":
+    if default:
         label += f" ({default})"
 
     text = help_text(option)
@@ -133,7 +134,7 @@ def describe_default(option: argparse.Action) -> str:
     """
     if option.required:
         return "required"
-    if option.default is None or option.default is False or option.default == argparse.SUPPRESS:
+    if option.default is None or option.default is False:
         return ""
     if "default" in help_text(option):
         return ""

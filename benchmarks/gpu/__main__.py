@@ -74,11 +74,10 @@ def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
 
         wrote_lines = count_lines(args.results) > lines_before
         if first_arm_died and not wrote_lines:
-            # This process should have begun with the line of the arm that died. It failed before it wrote that line,
-            # as the next process would.
+            # The process failed before it wrote an error for the arm that died, and so would the next process.
             say(f"{part} failed.")
             return
-        # Without a new line, the process died in its first arm. Otherwise it died in a later arm, with which the next
+        # A process that wrote no line died in its first arm. Otherwise it died in a later arm, with which the next
         # process begins.
         first_arm_died = not wrote_lines
 
@@ -115,7 +114,7 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_arm_died
         environment = {
             **os.environ,
             "OMP_WAIT_POLICY": "passive",  # waiting threads sleep; torch reads this variable while it is loaded
-            "TOKENIZERS_PARALLELISM": "false",
+            "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns in processes that fork
             "HF_DATASETS_CACHE": f"{folder}/datasets",
             "HF_HUB_OFFLINE": "1",
         }

@@ -29,6 +29,7 @@ from training.attention import varlen_attention_forward
 NUM_HEADS = 28
 NUM_KEY_VALUE_HEADS = 4
 HEAD_DIM = 128
+DTYPE = torch.bfloat16
 # Lengths of the samples of a packed row: 8192 tokens in the first case, 8160 in the second.
 CASES = {
     "8 long samples": [1011, 1540, 736, 1203, 903, 872, 1127, 800],
@@ -96,7 +97,7 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
     The errors are differences to a reference in float32.
     """
     states = make_states(sum(lengths), device)
-    grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
+    grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=DTYPE)
     attention = make_attention(kind, lengths, device)
 
     stopwatch = Stopwatch(device)
@@ -106,17 +107,17 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
 
         stopwatch.mark()
         for _ in range(repeats):
-            computed = forward_and_backward(attention, states, grad_output)
+            computed_tensors = forward_and_backward(attention, states, grad_output)
             stopwatch.mark()
     figures: Figures = {"milliseconds": statistics.median(stopwatch.seconds()) * 1000}
 
     float32_states = [state.detach().float().requires_grad_() for state in states]
     reference = partial(attend_in_matrix_products, lengths=lengths)
-    expected = forward_and_backward(reference, float32_states, grad_output.float())
+    expected_tensors = forward_and_backward(reference, float32_states, grad_output.float())
     # Besides the output, these are the gradients of query, key and value.
     names = ("output", "query", "key", "value")
-    for name, computed_tensor, expected_tensor in zip(names, computed, expected, strict=True):
-        error = (computed_tensor.float() - expected_tensor).norm() / expected_tensor.norm()
+    for name, computed, expected in zip(names, computed_tensors, expected_tensors, strict=True):
+        error = (computed.float() - expected).norm() / expected.norm()
         figures[f"{name}_relative_error"] = error.item()
     return figures
 
@@ -131,7 +132,7 @@ def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: 
             long_length = row_length - short_length
             attention = make_attention(kind, [short_length, long_length], device)
             states = make_states(row_length, device)
-            grad_output = torch.randn(1, row_length, NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
+            grad_output = torch.randn(1, row_length, NUM_HEADS, HEAD_DIM, device=device, dtype=DTYPE)
 
             stopwatch = Stopwatch(device)
             stopwatch.mark()
@@ -150,12 +151,12 @@ def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: 
     }
 
 
-def make_states(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> States:
+def make_states(num_tokens: int, device: torch.device) -> States:
     """Random query, key and value, each [1, heads, num_tokens, head_dim]."""
     torch.manual_seed(num_tokens)
     states = []
     for num_heads in (NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_KEY_VALUE_HEADS):
-        state = torch.randn(1, num_heads, num_tokens, HEAD_DIM, device=device, dtype=dtype)
+        state = torch.randn(1, num_heads, num_tokens, HEAD_DIM, device=device, dtype=DTYPE)
         states.append(state.requires_grad_())
     return states
 

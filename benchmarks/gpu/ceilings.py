@@ -11,7 +11,7 @@ from benchmarks.gpu.stopwatch import Stopwatch
 
 
 # The shape of each product: the rows and the columns of the left matrix, and the columns of the right matrix. The last
-# two are products of the measured models' MLPs, for 8192 and 4096 tokens, about as many as one forward pass has.
+# two come from the measured models' MLPs: their left matrices have about as many rows as a forward pass has tokens.
 PRODUCTS = {
     "product 8192 x 8192 x 8192": (8192, 8192, 8192),
     "product of Qwen2.5-7B's MLP": (8192, 3584, 18944),
@@ -56,7 +56,7 @@ def time_product(shape: list[int], repeats: int, device: torch.device) -> Figure
         stopwatch.mark()
 
     seconds = stopwatch.seconds()
-    median_seconds = statistics.median_high(seconds)  # a measured time: the slower of the two in the middle
+    median_seconds = statistics.median_high(seconds)  # the slower of the two in the middle, not their mean
     flops = 2 * rows * inner * columns
     return {"best_tflops": flops / min(seconds) / 1e12, "median_tflops": flops / median_seconds / 1e12}
 

@@ -14,8 +14,8 @@ second time doesn't count, and neither does padding. Model FLOPs are the sum of 
   size) takes 2 L² H FLOPs forward in the decoder, which is causal, and 4 L² H in the encoder. Forward and backward
   together take three times as many.
 
-In the encoder, only the layers whose output the model uses count, for every patch and for the CLS token. The language
-model's head counts for supervised tokens only.
+A layer of the encoder counts only if the model uses its output, then for every patch and for the CLS token. The
+language model's head counts for supervised tokens only.
 
 **Shares** are model FLOPs over the FLOPs that the device could have done in the same time. There are two shares. One
 takes the device's peak, 989 TFLOP/s for an H100 and an H200 in bfloat16. The other takes the speed of the fastest
@@ -61,20 +61,20 @@ class Flops:
     whole: int
 
 
-def model_flops(trained: Any, work: Work) -> Flops:
+def model_flops(trained_model: Any, work: Work) -> Flops:
     """The model FLOPs of training, as this file defines them.
 
     Args:
-        trained: A Llava or NormLlava, or the `PeftModel` around it, prepared for its stage of training.
+        trained_model: A Llava or NormLlava, or the `PeftModel` around it, prepared for its stage of training.
         work: How much the training computes.
     """
-    model = base_model(trained)
+    model = base_model(trained_model)
     encoder = model.model.vision_tower
     num_positions = encoder_positions(model)
     encoder_is_trained = any(parameter.requires_grad for parameter in encoder.parameters())
+    unread = unread_weights(model)
 
     # The FLOPs of one picture: `encoding` in the vision encoder, and `projecting` in the projector.
-    unread = unread_weights(model)
     encoding = weight_flops(encoder, gradients_pass=encoder_is_trained, unread=unread) * num_positions
     encoding += encoder_attention_flops(model, encoder_is_trained)
     projecting = weight_flops(model.model.multi_modal_projector, gradients_pass=True) * model.config.image_seq_length

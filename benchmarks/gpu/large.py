@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu.models import large_config, write_folder
 from benchmarks.gpu.results import Arm
-from benchmarks.gpu.rows import LLAVA_LIKE, TINY, write_rows
+from benchmarks.gpu.rows import LLAVA_LENGTHS, TINY_LENGTHS, write_rows
 from benchmarks.gpu.trainers import Training, Workplace, training_arm
 
 
@@ -95,8 +95,8 @@ def packed_training(device: torch.device, stage: Literal["align", "instruct", "a
     """
     measured_steps = MEASURED_STEPS if device.type == "cuda" else 1
     return Training(
-        "ours",
-        stage,
+        trainer="ours",
+        stage=stage,
         steps=1 + measured_steps,
         warmup=1,
         packed_length=PACKED_LENGTH,
@@ -113,7 +113,7 @@ def with_compiled_layers(training: Training) -> Training:
 
 
 def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workplace:
-    """Write the rows, the config and the processor that all arms read. Returns where they are, and the sizes."""
+    """Make the workplace that all arms share, and write the rows, the config and the processor into its folder."""
     on_gpu = device.type == "cuda"
     config = large_config(tiny=not on_gpu, num_layers=num_layers)
     workplace = Workplace(
@@ -128,6 +128,6 @@ def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workp
     write_folder(config, folder / "model")
     most_steps = COMPILED_WARMUP + MEASURED_STEPS
     num_rows = most_steps * workplace.rows_per_step
-    lengths = LLAVA_LIKE if on_gpu else TINY
+    lengths = LLAVA_LENGTHS if on_gpu else TINY_LENGTHS
     write_rows(folder, num_rows, config.vision_config.image_size, lengths)
     return workplace

@@ -30,7 +30,7 @@ from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneratio
 
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
-# Shapes for rehearsals on a CPU.
+# Shapes for rehearsals on a CPU. The vocabulary has room for the 260 tokens of `byte_tokenizer`.
 TINY_TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320,
@@ -135,9 +135,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def write_folder(config: NormLlavaConfig, folder: Path) -> None:
     """Write the config and the processor: a checkpoint without weights."""
     vision = config.vision_config
+    # Nothing is cropped, but `LlavaProcessor` computes the number of image tokens from the crop size.
     size = {"height": vision.image_size, "width": vision.image_size}
     if isinstance(vision, Dinov2Config):
-        # Nothing is cropped, but `LlavaProcessor` computes the number of image tokens from the crop size.
         image_processor: Any = BitImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
     else:
         image_processor = SiglipImageProcessorPil(size=size, crop_size=size)
@@ -173,7 +173,7 @@ def make_model(
 def make_plain_llava(config: NormLlavaConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """A plain Llava of the same shapes with random weights, for TRL's trainer."""
     torch.manual_seed(0)
-    plain = LlavaConfig(
+    plain_config = LlavaConfig(
         vision_config=config.vision_config,
         text_config=config.text_config,
         image_token_index=config.image_token_index,
@@ -182,7 +182,7 @@ def make_plain_llava(config: NormLlavaConfig, dtype: torch.dtype, device: torch.
         vision_feature_select_strategy=config.vision_feature_select_strategy,
     )
     with device:
-        return LlavaForConditionalGeneration._from_config(plain, dtype=dtype, attn_implementation="sdpa")
+        return LlavaForConditionalGeneration._from_config(plain_config, dtype=dtype, attn_implementation="sdpa")
 
 
 def quantize(model: NormLlavaForConditionalGeneration, quantization: BitsAndBytesConfig, device: torch.device) -> None:

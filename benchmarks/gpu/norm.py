@@ -31,7 +31,7 @@ NUM_TOKENS = 8 * TOKENS_PER_PICTURE
 # measured.
 NUM_TOKENS_ON_GPU = 64 * TOKENS_PER_PICTURE
 NUM_TOKENS_IN_REHEARSAL = 64  # when `python -m benchmarks.gpu --cpu` measures the arms
-# The mean gain of the norms. With this gain, a LayerNorm's outputs have the L2 norm T = 0.80, the mean norm of
+# The mean gain of the norms. With this gain, a LayerNorm's outputs have the L2 norm 0.80, the mean norm of
 # Qwen2.5-7B's text embeddings (arXiv 2512.08374, Table 1).
 GAIN = 0.80 / HIDDEN_SIZE**0.5
 NUM_TIMINGS = 5  # an arm's time is the median of so many measurements
@@ -75,23 +75,23 @@ def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, de
 
     is_bfloat16 = dtype == torch.bfloat16
     with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
-        grad_output = torch.randn_like(norm(inputs))  # the output's dtype under autocast
-        time_passes(norm, inputs, grad_output, passes)  # a warm-up
-        seconds_per_pass = [time_passes(norm, inputs, grad_output, passes) / passes for _ in range(NUM_TIMINGS)]
         output = norm(inputs)
+        grad_output = torch.randn_like(output)
         (gradient,) = torch.autograd.grad(output, inputs, grad_output)
+        time_passes(norm, inputs, grad_output, passes)  # a warm-up
+        timings = [time_passes(norm, inputs, grad_output, passes) for _ in range(NUM_TIMINGS)]
 
     is_compensated = name == "GWC"
     expected_output, expected_gradient = compute_in_float64(norm, inputs, grad_output, is_compensated)
     return {
-        "microseconds": statistics.median(seconds_per_pass) * 1e6,
+        "microseconds": statistics.median(timings) / passes * 1e6,
         "output_relative_error": relative_error(output, expected_output),
         "gradient_relative_error": relative_error(gradient, expected_gradient),
     }
 
 
 def time_passes(norm: Any, inputs: torch.Tensor, grad_output: torch.Tensor, passes: int) -> float:
-    """The seconds that `passes` forward and backward passes take in all. On a GPU, all are queued before any wait."""
+    """The seconds of `passes` forward and backward passes in all. On a GPU, all are queued before Python waits."""
     stopwatch = Stopwatch(inputs.device)
     stopwatch.mark()
     for _ in range(passes):

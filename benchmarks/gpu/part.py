@@ -54,8 +54,8 @@ def measure_part(
             that are left.
     """
     environment = describe_environment(device.type, num_processes=1, resumed=False)
-    finished = {line.arm for line in read_lines(results) if line.part == part}
-    missing_arms = [arm for arm in make_arms(part, device, folder) if arm.name not in finished]
+    finished_names = {line.arm for line in read_lines(results) if line.part == part}
+    missing_arms = [arm for arm in make_arms(part, device, folder) if arm.name not in finished_names]
 
     def write_line(arm: Arm, outcome: Outcome) -> None:
         line = Line(

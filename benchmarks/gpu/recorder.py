@@ -65,7 +65,7 @@ class StepRecorder(TrainerCallback):
         self.synchronisations: dict[str, int] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Begin to record the model's passes."""
+        """Begin to record steps and passes."""
         self.watch(model, args.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -85,13 +85,13 @@ class StepRecorder(TrainerCallback):
         self.figures = {"loss": loss, **self.summary(), "synchronisations": self.synchronisations}
         raise TrainingMeasured
 
-    def watch(self, trained: Any, device: torch.device) -> None:
-        """Begin to record a model's passes, and the time that each pass spends in the decoder's layers."""
-        self.trained = trained
+    def watch(self, model: Any, device: torch.device) -> None:
+        """Begin to record the time of each step, and each pass of the model with its time in the decoder's layers."""
+        self.model = model
         self.step_stopwatch = Stopwatch(device)
         self.layers_stopwatch = Stopwatch(device)
-        decoder = base_model(trained).model.language_model
-        trained.register_forward_pre_hook(self._enter_model, with_kwargs=True)
+        decoder = base_model(model).model.language_model
+        model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
         decoder.register_forward_pre_hook(self._enter_layers, with_kwargs=True)
         decoder.norm.register_forward_pre_hook(self._leave_layers)
         self.step_stopwatch.mark()
@@ -153,7 +153,7 @@ class StepRecorder(TrainerCallback):
             num_supervised += int(forward_pass.is_supervised.sum())
             num_computed_tokens += forward_pass.num_computed_tokens()
         work = Work(lengths=lengths, num_images=num_images, num_supervised=num_supervised)
-        flops = model_flops(self.trained, work)
+        flops = model_flops(self.model, work)
 
         return {
             "tokens_per_second": work.num_tokens / seconds,

@@ -34,6 +34,7 @@ class Line:
     commit: str | None
     """Commit of this code; `None` if it is unknown."""
     packages: dict[str, str]
+    """The versions of packages, by name."""
     settings: dict[str, Any]
     beside: str | None = None
     """Name of the arm that the table compares this arm with."""
@@ -62,7 +63,7 @@ def read_lines(path: Path) -> list[Line]:
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError:  # cut off, so that its arm is measured once more
+        except json.JSONDecodeError:  # cut off; the line's arm will be measured again
             continue
         lines.append(Line(**fields))
     return lines

@@ -36,15 +36,15 @@ class Lengths:
     spread: float
     """Sigma of the log-normal distributions."""
     longest: int
-    """The largest length. Longer draws are cut to it."""
+    """The largest length, to which longer draws are cut."""
 
 
 # With these lengths a conversation has around 70 tokens, of which 36 are image tokens.
-EMOJI_LIKE = Lengths(question=9, answer=5, caption=5, spread=0.6, longest=60)
+EMOJI_LENGTHS = Lengths(question=9, answer=5, caption=5, spread=0.6, longest=60)
 # With these lengths a conversation has around 1000 tokens, of which 729 are image tokens. The longest have over 2000.
-LLAVA_LIKE = Lengths(question=60, answer=120, caption=40, spread=0.9, longest=1400)
+LLAVA_LENGTHS = Lengths(question=60, answer=120, caption=40, spread=0.9, longest=1400)
 # For rehearsals on a CPU.
-TINY = Lengths(question=6, answer=6, caption=5, spread=0.6, longest=20)
+TINY_LENGTHS = Lengths(question=6, answer=6, caption=5, spread=0.6, longest=20)
 
 
 def write_rows(folder: Path, num_rows: int, picture_size: int, lengths: Lengths) -> None:
@@ -81,10 +81,10 @@ def make_row(picture: str | None, question: str, answer: str) -> dict[str, Any]:
 
 
 def random_text(rng: np.random.Generator, median: int, lengths: Lengths) -> str:
-    """Random letters and spaces. Their number is drawn from the distribution in `lengths` with this median."""
+    """Random letters and spaces. Their number is drawn around `median`, with the spread and the limit in `lengths`."""
     drawn = rng.lognormal(np.log(median), lengths.spread)
     count = int(np.clip(drawn, 1, lengths.longest))
-    # Both ends are letters, because a space at an end would be stripped.
+    # One more letter stands at each end, because a space at an end would be stripped.
     return "a" + "".join(rng.choice(LETTERS, count)) + "z"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.models import small_config, write_folder
 from benchmarks.gpu.results import Arm
-from benchmarks.gpu.rows import EMOJI_LIKE, TINY, write_rows
+from benchmarks.gpu.rows import EMOJI_LENGTHS, TINY_LENGTHS, write_rows
 from benchmarks.gpu.trainers import Training, Workplace, training_arm
 
 
@@ -26,7 +26,7 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
 
     num_steps = NUM_STEPS if on_gpu else 3
     warmup = 3 if on_gpu else 1
-    trl = Training("TRL", "instruct", steps=num_steps, warmup=warmup)
+    trl = Training(trainer="TRL", stage="instruct", steps=num_steps, warmup=warmup)
     trl_with_our_options = replace(trl, cudnn=False, workers=True, checkpointing=False)
     ours = replace(trl, trainer="ours")
     without_cudnn = replace(ours, cudnn=False)
@@ -65,7 +65,7 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def make_workplace(device: torch.device, folder: Path) -> Workplace:
-    """Write the rows, the config and the processor that all arms read. Returns where they are, and the sizes."""
+    """Make the workplace that all arms share, and write the rows, the config and the processor into its folder."""
     on_gpu = device.type == "cuda"
     config = small_config(tiny=not on_gpu)
     workplace = Workplace(
@@ -79,6 +79,6 @@ def make_workplace(device: torch.device, folder: Path) -> Workplace:
     )
     write_folder(config, folder / "model")
     num_rows = NUM_STEPS * workplace.rows_per_step
-    lengths = EMOJI_LIKE if on_gpu else TINY
+    lengths = EMOJI_LENGTHS if on_gpu else TINY_LENGTHS
     write_rows(folder, num_rows, config.vision_config.image_size, lengths)
     return workplace

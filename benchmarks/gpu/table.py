@@ -63,7 +63,7 @@ COLUMNS = {
     "large_full": TRAINING_COLUMNS,
     "large_4bit": TRAINING_COLUMNS,
 }
-# In a row, the ratio is followed by a cell with the other arm's name, so the heading reads "tokens/s over | TRL".
+# Below this heading stands the ratio, and in the next cell the other arm's name, as in "1.50 | TRL".
 TRAINING_COMPARISON = Comparison("tokens/s over", "tokens_per_second")
 # The comparison of each part. The arms of "ceilings" aren't compared.
 COMPARISONS = {
@@ -121,7 +121,7 @@ def render_part(part: str, lines: list[Line], fastest_product: float | None) -> 
 
     for line in lines:
         if line.error is not None:
-            rows.append([line.arm, render_error(line.error)])
+            rows.append([line.arm, render_error(line.error)])  # Markdown leaves the other cells empty
             continue
         cells = [render_cell(figures_by_arm[line.arm], column) for column in columns]
         if comparison is not None:

@@ -27,7 +27,7 @@ from training.arguments import RunArguments, TrainingConfig
 
 
 # The file of rows of each stage.
-ROWS = {"align": "captions.json", "instruct": "conversations.json", "adapt": "conversations.json"}
+ROW_FILES = {"align": "captions.json", "instruct": "conversations.json", "adapt": "conversations.json"}
 LORA = {"lora_r": 64, "lora_alpha": 16}
 # LLaVA's format of stage 1 as a chat template for TRL: the picture, then the caption and a line break. TRL passes each
 # message's content as a list of pictures and texts.
@@ -94,7 +94,7 @@ class Training:
 
 def training_arm(name: str, training: Training, workplace: Workplace, compared_with: str | None = None) -> Arm:
     """An arm that measures this training. `compared_with` is the name of another arm."""
-    # In the settings, `workers` is a number.
+    # In the settings, `workers` is the number of workers.
     settings = vars(training) | {
         "rows_per_step": workplace.rows_per_step,
         "rows_per_pass": None if training.packed_length else workplace.rows_per_pass,
@@ -153,7 +153,6 @@ def common_fields(training: Training, workplace: Workplace) -> dict[str, Any]:
         "disable_tqdm": True,
         "logging_steps": 10,
         "seed": 42,
-        **training.fields,
     }
 
 
@@ -164,9 +163,10 @@ def train_ours(training: Training, workplace: Workplace) -> None:
     """
     fields = {
         **common_fields(training, workplace),
+        **training.fields,
         "stage": training.stage,
         "model_name_or_path": str(workplace.folder / "model"),
-        "dataset_name": str(workplace.folder / ROWS[training.stage]),
+        "dataset_name": str(workplace.folder / ROW_FILES[training.stage]),
         "global_batch_size": workplace.rows_per_step,
         "per_device_train_batch_size": 1 if training.packed_length else workplace.rows_per_pass,
         "attn_implementation": training.attention,
@@ -238,7 +238,7 @@ def train_trl(training: Training, workplace: Workplace) -> None:
         model.model.multi_modal_projector.requires_grad_(True)
         processor.chat_template = PLAIN_TEMPLATE
 
-    rows = json.loads((workplace.folder / ROWS[training.stage]).read_text(encoding="utf-8"))
+    rows = json.loads((workplace.folder / ROW_FILES[training.stage]).read_text(encoding="utf-8"))
     args = SFTConfig(
         **common_fields(training, workplace),
         max_length=None,

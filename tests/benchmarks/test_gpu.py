@@ -26,12 +26,12 @@ from training.stages import LearningRates, Stage, prepare_stage
 
 CPU = torch.device("cpu")
 # Functions that make a config, by the kind of its vision encoder: DINOv2 has a CLS token, and SigLIP has none.
-CONFIGS = {"CLS token": small_config, "no CLS token": large_config}
+MAKE_CONFIG = {"CLS token": small_config, "no CLS token": large_config}
 
 
 def make_config_that_reads_all(encoder: str) -> NormLlavaConfig:
     """A tiny config with which the model reads the output of the encoder's last layer, and so needs all layers."""
-    config = CONFIGS[encoder](tiny=True)
+    config = MAKE_CONFIG[encoder](tiny=True)
     config.vision_feature_layer = -1
     return config
 
@@ -39,9 +39,9 @@ def make_config_that_reads_all(encoder: str) -> NormLlavaConfig:
 def make_trained_model(config: NormLlavaConfig, stage: Stage) -> Any:
     """A model prepared for a stage of training; in stage "adapt" a `PeftModel`."""
     model: Any = NormLlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
-    trained = add_adapters(model, rank=4, alpha=8) if stage is Stage.ADAPT else model
+    trained_model = add_adapters(model, rank=4, alpha=8) if stage is Stage.ADAPT else model
     prepare_stage(model, stage, LearningRates(common=1e-3, vision=1e-3, norm=1e-3))
-    return trained
+    return trained_model
 
 
 def count_by_torch(model: Any, length: int, num_supervised: int) -> int:
@@ -82,7 +82,8 @@ def difference_to_model_flops(model: Any, stage: Stage, length: int) -> int:
     # For each weight of the patch embedding, model FLOPs are 6 a position if the encoder is trained, and 2 if it is
     # frozen. A position is a patch or the CLS token. Torch counts patches only, and 4 FLOPs instead of 6, because no
     # gradient of the pixels is computed.
-    [patch_embedding] = [layer for layer in model.model.vision_tower.modules() if isinstance(layer, torch.nn.Conv2d)]
+    modules = model.model.vision_tower.modules()
+    (patch_embedding,) = (module for module in modules if isinstance(module, torch.nn.Conv2d))
     has_cls_token = config.vision_feature_select_strategy == "default"
     num_positions = num_patches + 1 if has_cls_token else num_patches
     encoder_is_trained = stage is Stage.INSTRUCT
@@ -91,7 +92,7 @@ def difference_to_model_flops(model: Any, stage: Stage, length: int) -> int:
     else:
         difference -= patch_embedding.weight.numel() * (2 * num_positions - 2 * num_patches)
 
-    # If the encoder is frozen, no gradient of the projector's input is computed. Model FLOPs count it.
+    # If the encoder is frozen, no gradient of the projector's input is computed, but model FLOPs count one.
     if not encoder_is_trained:
         projector = model.get_submodule("model.multi_modal_projector")
         if stage is Stage.ADAPT:
@@ -101,13 +102,13 @@ def difference_to_model_flops(model: Any, stage: Stage, length: int) -> int:
 
 
 @pytest.mark.parametrize("stage", list(Stage))
-@pytest.mark.parametrize("encoder", list(CONFIGS))
+@pytest.mark.parametrize("encoder", list(MAKE_CONFIG))
 def test_model_flops_are_those_that_torch_counts(encoder: str, stage: Stage) -> None:
-    # The model must read all layers of its encoder: torch would count a layer that isn't read, and model FLOPs don't.
-    trained = make_trained_model(make_config_that_reads_all(encoder), stage)
-    model = trained.get_base_model() if stage is Stage.ADAPT else trained
+    # The model must read all layers of its encoder: torch counts a layer that isn't read, and model FLOPs don't.
+    trained_model = make_trained_model(make_config_that_reads_all(encoder), stage)
+    model = trained_model.get_base_model() if stage is Stage.ADAPT else trained_model
 
-    flops = model_flops(trained, Work(lengths=[12], num_images=1, num_supervised=3))
+    flops = model_flops(trained_model, Work(lengths=[12], num_images=1, num_supervised=3))
     counted = count_by_torch(model, length=12, num_supervised=3)
     assert counted == flops.whole + difference_to_model_flops(model, stage, length=12)
     assert 0 < flops.layers < flops.whole
@@ -210,6 +211,7 @@ def test_the_command_measures_only_arms_without_a_line(tmp_path: Path) -> None:
         assert line.figures["best_tflops"] > 0
 
 
+# The second text ends in the brace of its settings, not in that of the line.
 @pytest.mark.parametrize("cut_off", ['{"part": "ceilings"', '{"part": "ceilings", "settings": {}'])
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path, cut_off: str) -> None:
     results = tmp_path / "results.jsonl"
@@ -219,7 +221,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path, cut_off: str) -> No
         file.write(cut_off)
     assert read_lines(results) == [whole_line]
 
-    append_line(results, whole_line)
+    append_line(results, whole_line)  # must not continue the line that was cut off
     assert read_lines(results) == [whole_line, whole_line]
 
 
@@ -279,15 +281,14 @@ def test_compiled_layers_warm_up_longer_and_are_measured_as_long(
     arms = {arm.name: arm for arm in make_arms(CPU, tmp_path)}
     compiled_arms = [arm for arm in arms.values() if arm.settings["compiled"]]
     assert len(compiled_arms) > 0
+    rows = json.loads((tmp_path / "conversations.json").read_text())
 
     for arm in compiled_arms:
         compiled = arm.settings
-        uncompiled = arms[str(arm.compared_with)].settings
+        uncompiled = arms[arm.compared_with].settings
         assert compiled["warmup"] >= 3  # the third step compiles a second graph
         assert compiled["steps"] - compiled["warmup"] == uncompiled["steps"] - uncompiled["warmup"]
-
         # There are enough rows for all steps.
-        rows = json.loads((tmp_path / "conversations.json").read_text())
         assert len(rows) >= compiled["steps"] * compiled["rows_per_step"]
 
 
@@ -313,6 +314,7 @@ def test_synchronisations_are_counted_by_line() -> None:
     for _ in range(2):
         warnings.warn("called a synchronizing CUDA operation (of torch's C++)", stacklevel=1)  # as torch does
     warnings.warn("another warning", stacklevel=1)
-    ((line, count),) = counter.stop().items()
+    counts = counter.stop()
+    [(line, count)] = counts.items()
     assert line.startswith("tests/benchmarks/test_gpu.py:")
     assert count == 2

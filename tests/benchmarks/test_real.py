@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.real import ARMS, ROWS, main
+from benchmarks.real import ARMS, ROW_FILES, main
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def write_rows(folder: Path, num_rows: int) -> None:
         answer = "n" * (4 * number + 1)
         turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": answer}]
         rows.append({"image": f"{number}.png", "conversations": turns})
-    for file_name in ROWS.values():  # a file of rows for each stage
+    for file_name in ROW_FILES.values():
         (folder / file_name).write_text(json.dumps(rows))
 
 
@@ -40,13 +40,14 @@ def write_rows(folder: Path, num_rows: int) -> None:
 @pytest.mark.slow
 def test_trainers_and_the_bare_loop_train_alike(composed: Callable[..., Path], tmp_path: Path) -> None:
     write_rows(tmp_path, num_rows=6)  # for three steps of two rows
-    options = {"model": composed(), "data": tmp_path, "steps": 3, "batch_size": 2, "output": tmp_path / "out.json"}
+    model_folder = composed()
+    options = {"model": model_folder, "data": tmp_path, "steps": 3, "batch_size": 2, "output": tmp_path / "out.json"}
     main([f"--{name}={value}" for name, value in options.items()])
 
     reports = {}
     for report in json.loads((tmp_path / "out.json").read_text())["arms"]:
         reports[report["stage"], report["arm"]] = report
-    assert list(reports) == list(itertools.product(ROWS, ARMS))
+    assert list(reports) == list(itertools.product(ROW_FILES, ARMS))
 
     for (_, arm), report in reports.items():
         assert len(report["steps"]) == 2  # three steps, of which the first is not timed

@@ -12,6 +12,7 @@ from fences import fences
 
 
 ROOT = Path(__file__).parents[2]
+# The packages that the page's changes and tests need.
 PACKAGES = ("modeling_normllava", "common", "conversations", "diagnostics", "training")
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 

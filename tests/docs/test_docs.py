@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # The first lines of blocks that are not run. Such a line tells the page's reader what the block needs.
 NOT_RUN = ("# needs the Hub", "# needs a GPU", "# takes an hour", "# after make emoji", "# two terminals")
-# The beginnings of lines that are left out when a block is run: CI runs them, or they would change this environment.
+# Lines that begin like this are left out when a block is run: CI runs them anyway, or they change this environment.
 LINES_NOT_RUN = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
 
 
@@ -81,8 +81,8 @@ def find_module(words: list[str]) -> tuple[str, list[str]] | None:
     For example, `python training/compose.py --help` runs "training.compose" with the argument "--help".
     """
     if words[:2] == ["accelerate", "launch"]:
-        script = words.index("training/sft.py")
-        return "training.sft", words[script + 1 :]
+        position = words.index("training/sft.py")  # the only script that pages launch
+        return "training.sft", words[position + 1 :]
     if not words[0].endswith("python"):
         return None
     if words[1] != "-m":  # a script, such as `python training/compose.py`
@@ -131,7 +131,8 @@ def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypat
     help_text = reference.build_parser(module).format_help()
     # After a long name, argparse puts the help text into the next line, which begins with many spaces.
     joined_lines = re.sub(r"\n {10,}", "  ", help_text)
-    # An option's line begins with two spaces: "  --limit LIMIT  Help (default: 8)".
+    # An option's line begins with two spaces: "  --limit LIMIT  Help (default: 8)". That of --help doesn't match, as
+    # it begins with "-h".
     printed = dict(re.findall(r"^  (--\w+)(.*)$", joined_lines, re.MULTILINE))
     on_page = options_on_page(heading)
     assert list(printed) == list(on_page)
@@ -151,15 +152,13 @@ def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
     fields = {field.name: field for field in dataclasses.fields(RunArguments)}
     for name in RunArguments.__annotations__:
         field = fields[name]
-        is_computed = not field.init
-        if is_computed:  # a computed field has no option
+        if not field.init:  # the user can't set such a field, so it has no option
             continue
         text = on_page[f"--{name}"]
-        has_default = field.default is not None and field.default is not False
-        if has_default:
-            assert f"(`{field.default}`)" in text
+        if field.default is None or field.default is False:
+            assert not text.startswith(" (")  # the page shows no such default
         else:
-            assert not text.startswith(" (")  # a default would be shown in brackets
+            assert f"(`{field.default}`)" in text
 
 
 def test_the_reference_gives_both_defaults_where_ours_differs_from_trls() -> None:

@@ -10,7 +10,7 @@ from examples.emoji.gains import ARMS, CONTROL, differences, read_runs, t_interv
 
 
 ROOT = Path(__file__).parents[2]
-# The columns of depth.csv with the scores of each kind of question about digits.
+# The columns of scores in depth.csv, one for each kind of question.
 KINDS = ["digit", "colour", "both", "compare", "count", "sum", "long"]
 # The comparisons on digits in docs/findings.md, in the table's order: the decoder, the arm and the variant of the runs
 # in depth.csv. These runs are compared with runs of the arm "none" of the same decoder and variant.
@@ -33,7 +33,7 @@ def as_written(gains: pd.Series) -> str:
 
 @pytest.fixture(scope="module")
 def emoji_gains() -> list[str]:
-    """The gain of each arm of the emoji example, whose decoder is pretrained, as pages write gains.
+    """The gain of each arm of the emoji example, as pages write gains.
 
     A run is compared with a run of the control arm that has the same seed and the same CPU or GPU ("processor").
     """

@@ -27,7 +27,8 @@ def quickstart_folder(composed: Callable[..., Path], tmp_path: Path) -> Path:
     """A folder with a small random model and 64 rows, at the paths where the quickstart writes its model and rows."""
     data = tmp_path / "runs/digits/data"
     data.mkdir(parents=True)
-    (tmp_path / "runs/digits/stage2").symlink_to(composed())
+    model_folder = composed()
+    (tmp_path / "runs/digits/stage2").symlink_to(model_folder)
     rows = []
     for number in range(64):
         red = 4 * number  # each picture has another shade of red
@@ -64,10 +65,10 @@ def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart_folde
     trained = AutoModelForImageTextToText.from_pretrained(
         quickstart_folder / "runs/digits/dpo", trust_remote_code=True
     )
-    before = AutoModelForImageTextToText.from_pretrained(
+    reference = AutoModelForImageTextToText.from_pretrained(
         quickstart_folder / "runs/digits/stage2", trust_remote_code=True
     )
-    assert not torch.equal(trained.lm_head.weight, before.lm_head.weight)
+    assert not torch.equal(trained.lm_head.weight, reference.lm_head.weight)
 
 
 def test_grpo_generates_and_saves(quickstart_folder: Path) -> None:

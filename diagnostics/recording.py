@@ -1,4 +1,4 @@
-"""Records what a model's decoder does with each of some questions, up to where the answer begins."""
+"""Records what a model's decoder does with each question, up to where the answer begins."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager

@@ -165,8 +165,8 @@ def jackknife_rows(
 
     by_picture = without_each.reshape(len(without_each), -1)  # [num_pictures, num_layers or 1]
     has_value = ~np.isnan(by_picture).all(axis=1)
-    num_pictures = has_value.sum()
-    pseudo_values = num_pictures * whole - (num_pictures - 1) * without_each
+    num_with_value = has_value.sum()
+    pseudo_values = num_with_value * whole - (num_with_value - 1) * without_each
     return make_rows(measure, pseudo_values, modality, layers, whole)
 
 

@@ -26,7 +26,7 @@ SetPairs = tuple[np.ndarray, np.ndarray]
 def measure_divergence(
     heads: np.ndarray, groups: np.ndarray, observed: SetPairs, halves: SetPairs
 ) -> dict[str, float]:
-    """Divergence in bits between the modalities, `"jsd"`, and its floor, `"jsd_halves"`; medians over heads.
+    """Divergence in bits between the modalities, `"jsd"`, and its floor, `"jsd_halves"`, as medians over heads.
 
     The floor is rather too high than too low: half of the pictures have fewer tokens than all pictures, and chance
     makes the divergence between fewer tokens larger.

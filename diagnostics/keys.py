@@ -212,6 +212,7 @@ def _measure_layer(layer: int, points: Points, set_pairs: AllSetPairs) -> pd.Dat
     (mmd,) = median_mmd(set_pairs.observed)
     mmd_without_each_picture = median_mmd(set_pairs.leave_one_out)
     accuracy = np.median([linear_probe(head, points.groups, points.num_pictures) for head in heads])
+    # The rows with `whole` have one value over all pictures, and none for a single picture.
     rows = [
         jackknife_rows("mmd", mmd, mmd_without_each_picture, layers=[layer]),
         make_rows("probe", layers=[layer], whole=accuracy),

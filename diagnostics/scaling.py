@@ -24,8 +24,8 @@ OTHER_PICTURE = "another's"  # another question's picture
 def scaled(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -> Iterator[None]:
     """Multiply a sample's image tokens by `scale` where they enter the decoder's first layer.
 
-    A forward pass is scaled if its number of tokens is the mask's, so no other sample of this length may be run inside
-    the context. Later passes, over tokens that the model generates, are left as they are: they see the scaled tokens
+    A forward pass is scaled if its length is that of the mask, so no other sample of this length may be run inside the
+    context. Later passes, over tokens that the model generates, are left as they are: they see the scaled tokens
     through the cache. At a scale of 1 nothing changes, bit for bit.
 
     Args:

@@ -161,7 +161,9 @@ def estimate_scores(summary_by_dose: Mapping[float, Summary], score: Score) -> d
     scores = {}
     for dose, summary in summary_by_dose.items():
         estimate = get_estimate(summary, score)
-        scores[dose] = estimate if score is Score.LOSS else clip_share(estimate)
+        if score is not Score.LOSS:  # the other scores are shares
+            estimate = clip_share(estimate)
+        scores[dose] = estimate
     return scores
 
 

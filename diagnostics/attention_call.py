@@ -167,7 +167,7 @@ def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> to
         num_key_value_heads, length, head_dim = rotated.shape
         keys = projected.reshape(length, num_key_value_heads, head_dim).transpose(0, 1)
 
-    # Both are [num_key_value_heads, S].
+    # Both norms are [num_key_value_heads, S].
     norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     norms_after = torch.linalg.vector_norm(rotated, dim=-1, dtype=torch.float32)
 

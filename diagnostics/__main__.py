@@ -36,18 +36,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parse(parser, argv)
     names = choose_names(parser, args)
-    options = sys.argv[1:] if argv is None else argv
 
     questions = read_questions(args)
     check_processors(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
+    words_of_command = sys.argv[1:] if argv is None else argv
     comparisons = measure_models(
         load_models(args, names),
         questions,
         data_name=Path(args.data).name,
         layers=args.layers,
-        command="python -m diagnostics " + shlex.join(options),
+        command="python -m diagnostics " + shlex.join(words_of_command),
         sweep=args.sweep,
         attention_word=args.attention_map,
     )

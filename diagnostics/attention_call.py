@@ -139,7 +139,7 @@ class AttentionCalls(ExitStack):
 
 
 def find_keys_module(attention: nn.Module) -> nn.Module | None:
-    """The submodule that returns an attention module's keys before rotation; `None` if no submodule is called so."""
+    """The submodule that returns an attention module's keys before rotation; `None` if there is none."""
     for name in KEYS_MODULES:
         keys_module = getattr(attention, name, None)
         if keys_module is not None:
@@ -167,12 +167,12 @@ def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> to
         num_key_value_heads, length, head_dim = rotated.shape
         keys = projected.reshape(length, num_key_value_heads, head_dim).transpose(0, 1)
 
-    # Both are [num_key_value_heads, S].
+    # Both norms are [num_key_value_heads, S].
     norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     norms_after = torch.linalg.vector_norm(rotated, dim=-1, dtype=torch.float32)
 
-    # Rounding changes a norm by a few eps of the keys' dtype. In float32 an eps is next to nothing, so the norms may
-    # differ by 1e-3 in any dtype. The mean norm is added so that the tolerance isn't 0 for a key near 0.
+    # Rounding changes a norm by a few eps of the keys' dtype. The tolerance is at least 1e-3, because in
+    # float32 a few eps are next to nothing. The mean norm is added so that the tolerance isn't 0 for a key near 0.
     relative_tolerance = max(8 * torch.finfo(rotated.dtype).eps, 1e-3)
     tolerance = relative_tolerance * (norms_after + norms_after.mean())
     has_same_norm = (norms_before - norms_after).abs() <= tolerance  # False where a norm is infinite or NaN

@@ -182,7 +182,7 @@ def map_attention(
         DiagnosticsError: if the prompt does not have the word, or if the model's attention can't be mapped.
     """
     decoder = find_decoder(model)
-    chosen = choose_layers(len(decoder.layers), layers, count=NUM_LAYERS)
+    layer_numbers = choose_layers(len(decoder.layers), layers, count=NUM_LAYERS)
 
     input_ids = inputs["input_ids"][0].cpu()  # [S]
     is_image_token = input_ids == image_token_id(model)
@@ -192,15 +192,15 @@ def map_attention(
 
     calls = AttentionCalls(
         decoder,
-        layers={number: decoder.layers[number] for number in chosen},
+        layers={number: decoder.layers[number] for number in layer_numbers},
         queries=word_positions,
-        key_positions=image_positions,
+        key_positions=image_positions,  # keys and values are recorded too, but not used here
         length=len(input_ids),
     )
     with eval_mode(model), calls:
         model.base_model(**inputs)
 
-    missing = [str(number) for number in chosen if number not in calls.attention]
+    missing = [str(number) for number in layer_numbers if number not in calls.attention]
     if missing:
         raise DiagnosticsError(
             f"The attention of layer {', '.join(missing)} was not recorded: it has none, or the model doesn't run "
@@ -208,7 +208,7 @@ def map_attention(
         )
 
     weights_by_layer = []
-    for number in chosen:
+    for number in layer_numbers:
         attention = calls.attention[number][:, :, image_positions]  # [num_heads, num_word_tokens, num_image_tokens]
         weights = attention.mean(dim=(0, 1))  # [num_image_tokens]
         weights_by_layer.append(weights.reshape(num_rows, num_columns))
@@ -216,7 +216,7 @@ def map_attention(
         word=word,
         text=text,
         picture=undo_normalization(processor.image_processor, inputs["pixel_values"][0]),
-        layers=chosen,
+        layers=layer_numbers,
         weights=torch.stack(weights_by_layer).numpy(),
     )
 
@@ -335,8 +335,8 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
 
     # The first column of the figure shows the picture, and each other column shows a layer.
     num_figure_columns = 1 + max(len(word_map.layers) for word_map in all_maps)
-    # Sizes are in inches. Margins take 0.6 of the figure's width, the colour bar takes 0.6 of its height, and the text
-    # of a row takes 0.42 of the row's height.
+    # In inches: 0.6 is the width of the margins, 0.42 the height of a row's text, and the other 0.6 the height of the
+    # colour bar.
     column_width = (WIDTH - 0.6) / num_figure_columns
     height_over_width = max(word_map.picture.height / word_map.picture.width for word_map in all_maps)
     row_height = height_over_width * column_width + 0.42

@@ -1,4 +1,4 @@
-"""Measures one or several models on the same questions. The command uses this module, and so may Python programs."""
+"""Measures one or several models on the same questions, for the command and for Python programs."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -133,7 +133,7 @@ def compare(
     """Measure models side by side on the same questions.
 
     Args:
-        models: Model and processor by name in the report. The models are not changed.
+        models: Model and processor, by the model's name in the report. The models are not changed.
         data: Pictures in memory, or what the command's `--data` takes: rows, or a folder of pictures.
         question: What is asked about each picture if `data` holds no questions.
         num_samples: The largest number of pictures.

@@ -3,7 +3,7 @@
 MaLoRA (arXiv 2510.26721) standardizes keys, reduces them by PCA, and measures the Jensen-Shannon divergence between
 the keys of image and text tokens. We have read only its abstract, which leaves the details open. Here the divergence
 is in bits: 0 for equal distributions, 1 for distributions without a common value. It is computed from a histogram of
-each of ten principal components, and averaged over the components. Each model has its own principal components.
+each of ten principal components, and averaged over the components. Each head of each model has its own components.
 """
 
 import numpy as np
@@ -18,16 +18,15 @@ BINS = 16
 # Two random halves of the pictures differ only by chance. The floor of the divergence is this quantile of the
 # divergences of many pairs of halves. A divergence between modalities that is below the floor says nothing.
 FLOOR_QUANTILE = 0.95
-# Pairs of sets of tokens, between which the divergence is measured. A set consists of whole groups of tokens. Both
-# arrays are masks, `(num_pairs, num_groups)`: the first has the groups of each pair's first set, and the second the
-# groups of its second set.
+# Pairs of sets of tokens, as two masks `(num_pairs, num_groups)`. Row i of the first mask says which groups of tokens
+# are in the first set of pair i, and row i of the second mask says which are in the second set.
 SetPairs = tuple[np.ndarray, np.ndarray]
 
 
 def measure_divergence(
     heads: np.ndarray, groups: np.ndarray, observed: SetPairs, halves: SetPairs
 ) -> dict[str, float]:
-    """Divergence in bits between the modalities, `"jsd"`, and its floor, `"jsd_halves"`; medians over heads.
+    """Divergence in bits between the modalities, `"jsd"`, and its floor, `"jsd_halves"`, as medians over heads.
 
     The floor is rather too high than too low: half of the pictures have fewer tokens than all pictures, and chance
     makes the divergence between fewer tokens larger.
@@ -69,7 +68,7 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, pairs: SetPairs
     if (points == points[0]).all():
         return np.zeros(num_pairs)
 
-    num_components = min(COMPONENTS, *points.shape)  # PCA finds no more than there are tokens or coordinates
+    num_components = min(COMPONENTS, *points.shape)  # PCA has at most as many as there are tokens, or coordinates
     pca = PCA(num_components, random_state=0).fit(points)
     # A component needs no centering: its bins end at its own quantiles, so that a shift changes no histogram.
     components = points @ pca.components_.T  # [num_tokens, num_components]

@@ -105,7 +105,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
 
 
 def find_models(run: Path, start: str | None) -> dict[int, str]:
-    """The folder of each model to measure, by its step: a run's checkpoints, and `start`, if given, as step 0.
+    """Folder or Hub id of each model to measure, by step: a run's checkpoints, and `start`, if given, as step 0.
 
     Raises:
         UserError: if there are no checkpoints.
@@ -151,7 +151,7 @@ def read_table(path: Path) -> pd.DataFrame:
 def _measure_checkpoint(name: str, questions: Sequence[Question], **options: Any) -> pd.DataFrame:
     """The rows of one checkpoint.
 
-    This is a function of its own so that the model, its local variable, is freed before the next checkpoint is loaded.
+    This is a function so that the model, a local variable here, is freed before the next checkpoint is loaded.
     """
     model, processor = load_model(name, **options)
     records = record_questions(model, processor, questions, layers=(), title=name)  # no layer's attention is measured

@@ -12,7 +12,7 @@ from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_proje
 
 
 # Names that a decoder layer may give the norm module before its MLP. If a layer has several modules with these names,
-# the module that it defines last is before the MLP.
+# the last of them is before the MLP.
 MLP_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm")
 
 
@@ -35,7 +35,7 @@ class InterfaceHooks(ExitStack):
     Args:
         model: The model. The hooks are removed from it when the context is left.
         on_place: The function, called with the name of the place and the tensor. If it returns a tensor for
-            `"decoder"`, the first layer gets this tensor as its input, and so do hooks that are registered later.
+            `"decoder"`, the first layer and hooks that are registered later get this tensor as the layer's input.
 
     Attributes:
         notes: Sentences for the report: which places this model doesn't have, and whether picture features reach the

@@ -1,4 +1,4 @@
-"""Draws keys of image and text tokens on a plane, by t-SNE, next to the divergence between the modalities by layer.
+"""Draws keys of image and text tokens on a plane, by t-SNE, next to curves of the divergence between them.
 
 The divergence is the Jensen-Shannon divergence of [`~diagnostics.divergence`].
 
@@ -85,7 +85,7 @@ def project_to_plane(vectors: np.ndarray) -> np.ndarray:
     Args:
         vectors: `(num_vectors, size)`.
     """
-    num_components = min(COMPONENTS, *vectors.shape)  # PCA finds no more than there are vectors or coordinates
+    num_components = min(COMPONENTS, *vectors.shape)  # PCA has at most as many as there are vectors, or coordinates
     reduced = PCA(num_components, random_state=SEED).fit_transform(vectors)
     # t-SNE needs a perplexity below the number of vectors. A quarter of this number is small enough.
     perplexity = min(PERPLEXITY, len(vectors) / 4)
@@ -126,11 +126,11 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
         for axis in row_of_axes[1 + len(tokens_by_layer) :]:
             axis.axis("off")
 
-    # The labels are the same in all rows, so the legends are made from the last row.
-    curve_labels = axes[-1, 0].get_legend_handles_labels()
-    token_labels = axes[-1, 1].get_legend_handles_labels()
-    figure.legend(*curve_labels, loc="outside lower left", ncols=2)
-    figure.legend(*token_labels, loc="outside lower right", ncols=2, markerscale=2, handletextpad=0)
+    # The legend's entries, handles and labels, are the same in all rows. They are taken from the last row.
+    curve_entries = axes[-1, 0].get_legend_handles_labels()
+    token_entries = axes[-1, 1].get_legend_handles_labels()
+    figure.legend(*curve_entries, loc="outside lower left", ncols=2)
+    figure.legend(*token_entries, loc="outside lower right", ncols=2, markerscale=2, handletextpad=0)
     return figure
 
 

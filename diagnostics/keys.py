@@ -23,7 +23,8 @@ from diagnostics.table import jackknife_rows, make_rows
 from diagnostics.tokens import Tokens
 
 
-# About the largest number of tokens of each modality that are compared, over all pictures.
+# Largest number of tokens of each modality that are compared, over all pictures. With more pictures than this, one
+# token of each modality is compared for each picture.
 MAX_TOKENS = 256
 # With fewer tokens of each modality than this, no distance is measured, because the distance would say nothing.
 MIN_TOKENS = 8
@@ -36,7 +37,7 @@ MAX_FOLDS = 5
 
 
 def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.DataFrame | None:
-    """Rows of all measures of this file by layer, such as `keys.mmd`; `None` if there are too few tokens to compare.
+    """Rows of the measures of keys or of values, by layer, such as `keys.mmd`; `None` if there are too few tokens.
 
     Args:
         name: `"keys"` or `"values"`.
@@ -211,6 +212,7 @@ def _measure_layer(layer: int, points: Points, set_pairs: AllSetPairs) -> pd.Dat
     (mmd,) = median_mmd(set_pairs.observed)
     mmd_without_each_picture = median_mmd(set_pairs.leave_one_out)
     accuracy = np.median([linear_probe(head, points.groups, points.num_pictures) for head in heads])
+    # The rows with `whole` have one value over all pictures, and none for a single picture.
     rows = [
         jackknife_rows("mmd", mmd, mmd_without_each_picture, layers=[layer]),
         make_rows("probe", layers=[layer], whole=accuracy),
@@ -307,7 +309,7 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
 
 
 def draw_positions(tokens: Tokens, fingerprint: str, count: int) -> torch.Tensor:
-    """Random positions of at most `count` image tokens and as many text tokens of a sample, in ascending order.
+    """Random positions of a sample's tokens, at most `count` of each modality, in ascending order.
 
     The random numbers depend on the picture alone, so that the positions are drawn in the same way for every model.
 

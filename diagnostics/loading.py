@@ -180,7 +180,7 @@ def read_questions(args: argparse.Namespace) -> Questions:
     Raises:
         UserError: if there are no questions, or if `--question` is given for data that has questions.
     """
-    if args.question is not None and find_pictures(Path(args.data)) is None:
+    if args.question is not None and find_pictures(Path(args.data)) is None:  # the data is rows
         raise UserError(
             f"--question is not used, because {args.data} holds rows with questions of their own: leave it out."
         )
@@ -212,7 +212,7 @@ def load_questions(
     """
     paths = find_pictures(Path(data))
     rows: Iterable[Row]
-    if paths is None:
+    if paths is None:  # the data is rows
         is_on_hub = not find_source(str(data)).is_local
         rows = load_rows(str(data), image_folder, split=split, streaming=is_on_hub)
     else:

@@ -92,14 +92,14 @@ def mean_by_sample(samples: Sequence[torch.Tensor]) -> np.ndarray:
     return np.array([numbers.double().mean().item() for numbers in samples])
 
 
-def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
+def input_scale(norms_at_decoder: torch.Tensor, embedded_norms: torch.Tensor) -> float:
     """The factor by which a decoder, such as Granite's, multiplies its input before the first layer; 1 if it has none.
 
     Args:
-        entering: Norms of text tokens at the decoder's first layer, `(num_tokens,)`.
-        embedded: Norms of the same tokens' embeddings, `(num_tokens,)`.
+        norms_at_decoder: Norms of text tokens at the decoder's first layer, `(num_tokens,)`.
+        embedded_norms: Norms of the same tokens' embeddings, `(num_tokens,)`.
     """
-    factors = (entering / embedded)[embedded > 0]
+    factors = (norms_at_decoder / embedded_norms)[embedded_norms > 0]
     if len(factors) < 2:  # a single factor can't show whether the factors of all tokens are equal
         return 1.0
 
@@ -224,6 +224,7 @@ def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
         The mean turn over tokens, heads and layers, as `"keys, turned"` and `"values, turned"`. Keys or values that
         were not recorded are missing.
     """
+    # Both records keep the keys and values of the same positions.
     is_image_token = baseline.tokens.visual[baseline.key_positions]
 
     turned = {}
@@ -254,7 +255,7 @@ def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:
         bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double().cpu()
 
     # LayerNorm gives a token the L2 norm √width, and then multiplies it by the gain. When a model is composed, each
-    # entry of the gain is set so that the product has the target as its norm. Without a target each entry is 1.
+    # entry of the gain is set so that the product has the target norm. Without a target norm each entry is 1.
     target = getattr(model.config, "projector_norm_target", None)
     gain_at_start = 1.0 if target is None else target / sqrt(len(gain))
     return pd.concat([

@@ -39,7 +39,7 @@ MAX_NEW_TOKENS = 8
 Scores = dict[str, float]
 
 
-class Measured(NamedTuple):
+class MeasuredValue(NamedTuple):
     """The value of one measure for one picture.
 
     Attributes:
@@ -180,12 +180,12 @@ def measure_layer_1(states_by_place: dict[str, torch.Tensor], is_image_token: to
         states_by_place: Hidden states at each place that [`InterfaceHooks`] names.
         is_image_token: Mask of the image tokens, `(S,)`.
     """
-    entered = states_by_place["decoder"][0, is_image_token].float()
-    norms = {"length": mean_norm(entered)}
+    layer_input = states_by_place["decoder"][0, is_image_token].float()
+    norms = {"length": mean_norm(layer_input)}
     if "before_mlp" in states_by_place:
         before_mlp = states_by_place["before_mlp"][0, is_image_token].float()
         after_mlp = states_by_place["after_mlp"][0, is_image_token].float()
-        norms["attention_update"] = mean_norm(before_mlp - entered)
+        norms["attention_update"] = mean_norm(before_mlp - layer_input)
         norms["mlp_update"] = mean_norm(after_mlp - before_mlp)
     return norms
 
@@ -219,20 +219,20 @@ def ask_questions(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], doses: Sequence[float], name: str
 ) -> pd.DataFrame:
     """Rows of the scores of the answers to all questions at all doses."""
-    measured: list[Measured] = []
+    measured: list[MeasuredValue] = []
     for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
         measured += ask_question(model, processor, questions, number, doses)
     return tabulate_measured(measured)
 
 
-def tabulate_measured(measured: Sequence[Measured]) -> pd.DataFrame:
+def tabulate_measured(measured: Sequence[MeasuredValue]) -> pd.DataFrame:
     """A table of measured values. Its columns for modality and layer are empty."""
-    return pd.DataFrame(measured, columns=Measured._fields).assign(modality="", layer=pd.NA)
+    return pd.DataFrame(measured, columns=MeasuredValue._fields).assign(modality="", layer=pd.NA)
 
 
 def ask_question(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], number: int, doses: Sequence[float]
-) -> list[Measured]:
+) -> list[MeasuredValue]:
     """Scores of the answers to one question at each dose.
 
     If the right answer is known, the question is also asked about a white picture and about another question's
@@ -264,8 +264,8 @@ def ask_question(
         for dose, scores in zip(doses, scores_by_dose, strict=True):
             for measure, value in scores.items():
                 change = value - scores_as_it_is[measure]
-                measured.append(Measured(number, measure, value, dose, control))
-                measured.append(Measured(number, f"{measure}_change", change, dose, control))
+                measured.append(MeasuredValue(number, measure, value, dose, control))
+                measured.append(MeasuredValue(number, f"{measure}_change", change, dose, control))
     return measured
 
 
@@ -325,7 +325,7 @@ def ask_own_picture(
             answers.append(choices.right)
         log_probs_by_answer = distributions(model, prompt_state, answers)
 
-        # A dose changes the answer if, after some tokens of the greedy answer, another token becomes the likeliest.
+        # A dose changes the answer if another token becomes the likeliest at any position of the greedy answer.
         log_probs_at_dose = log_probs_by_answer[0]
         likeliest_tokens = log_probs_at_dose.argmax(dim=-1).tolist()
         scores = {
@@ -395,7 +395,7 @@ def measure_turning(
     """Rows of one dose: how far hidden states, keys and values turn, and how much attention goes to the picture."""
     layers = spread_layers(len(find_decoder(model).layers))
     records: list[Record] = []
-    drifts: list[Measured] = []
+    drifts: list[MeasuredValue] = []
     for number, question in enumerate(tqdm(questions, desc=f"{name}: x {dose:.2g}", unit="picture")):
         record_as_it_is = baseline.records[number]
         is_image_token = record_as_it_is.input_ids == image_token_id(model)
@@ -403,14 +403,14 @@ def measure_turning(
             (record,) = record_questions(model, processor, [question], layers, title="")
 
         for measure, value in measure_drift(record, record_as_it_is).items():
-            drifts.append(Measured(number, measure, value, dose, OWN_PICTURE))
+            drifts.append(MeasuredValue(number, measure, value, dose, OWN_PICTURE))
         # Keys and values are the largest part of a record, and are not needed any more.
         record.keys.clear()
         record.values.clear()
         records.append(record)
 
     by_layer = measure_layers(records)
-    # Turning in layer 1 is also a measure of its own, without a number in `layer`, like the norms of `layer_1_rows`.
+    # Like the norms of `layer_1_rows`, turning in layer 1 is also a measure of its own, without a number in `layer`.
     is_turning_in_layer_1 = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
     turning_in_layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
     # If no attention was recorded, `measure_attention` returns `None`, which `pd.concat` passes over.

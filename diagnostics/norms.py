@@ -22,7 +22,7 @@ def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
 def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
     """L2 norm of what the embedding layer returns for each token id, `(num_embeddings,)`.
 
-    The layer is called, because its weight is not enough: some embedding layers, such as Gemma's, also scale.
+    The layer is called, because some layers, such as Gemma's, multiply the rows of their weight by a constant.
     """
     embedding_layer = model.get_input_embeddings()
     device = embedding_layer.weight.device

@@ -21,7 +21,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from diagnostics.scaling import UNCHANGED_DOSE
 from diagnostics.table import Summary
-from diagnostics.verdict import Score, answers_about_own_picture, choose_score, estimate_scores, get_estimate
+from diagnostics.verdict import Score, choose_score, estimate_scores, get_estimate, summaries_about_own_picture
 
 
 # The parameters of a function that [`styled`] decorates.
@@ -128,7 +128,7 @@ def styled(draw: Callable[Parameters, Figure]) -> Callable[Parameters, Figure]:
             # The layout is computed here and kept. Otherwise it would be computed again for each file that is saved.
             figure.draw_without_rendering()
             figure.set_layout_engine("none")
-        # A notebook shows every open figure after a cell, and would show this figure twice.
+        # A notebook shows every open figure after a cell, and would show this figure twice if the cell returns it.
         plt.close(figure)
         return figure
 
@@ -216,6 +216,7 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
     """
     figure, rows = _rows_of_axes(models, columns=2)
     for (mmd_axes, probe_axes), summary in zip(rows, models.values(), strict=True):
+        # `MODEL_STYLES` has styles that are easy to tell apart. Here they stand for keys and values.
         for space, style in (("keys", MODEL_STYLES[0]), ("values", MODEL_STYLES[1])):
             draw_curve(mmd_axes, summary.curve(f"{space}.mmd"), label=space, **style)
             draw_curve(mmd_axes, summary.curve(f"{space}.mmd_halves"), color=style["color"], **DOTTED)
@@ -269,7 +270,7 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     """
     figure, axes = plt.subplots(figsize=SMALL_SIZE, layout="constrained")
     first_model = next(iter(models.values()))
-    score = choose_score(answers_about_own_picture(first_model))
+    score = choose_score(summaries_about_own_picture(first_model))
 
     # If there are more models than styles, the styles begin again.
     for style, (name, summaries) in zip(itertools.cycle(MODEL_STYLES), models.items()):
@@ -295,13 +296,13 @@ def _score_by_norm(summaries: Mapping[tuple[float, str], Summary], score: Score)
         summaries: Summaries by dose and control.
         score: The score.
     """
-    by_dose = answers_about_own_picture(summaries)
+    summary_by_dose = summaries_about_own_picture(summaries)
     # sweep.csv calls the norm of image embeddings `length`.
-    image_norm = get_estimate(by_dose[UNCHANGED_DOSE], "length").mean
+    image_norm = get_estimate(summary_by_dose[UNCHANGED_DOSE], "length").mean
     unit = 1 if score is Score.LOSS else 100  # the other scores are shares
 
     rows = []
-    for dose, estimate in estimate_scores(by_dose, score).items():
+    for dose, estimate in estimate_scores(summary_by_dose, score).items():
         rows.append(
             {
                 "dose": dose,

@@ -145,7 +145,7 @@ class Probe:
 
     @torch.no_grad()
     def _record_place(self, place: str, features: torch.Tensor) -> None:
-        """Record the norms of features at a place before the decoder. At the decoder, exclude newline features."""
+        """Record the norms of features at a place before the decoder. At the decoder, look for newline features."""
         if place == "decoder":
             self._check_decoder_input(features)
             self._tokens = exclude_newlines(self._model, features[0], self._tokens)

@@ -1,4 +1,4 @@
-"""Records what a model's decoder does with each of some questions, up to where the answer begins."""
+"""Records what a model's decoder does with each question, up to where the answer begins."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,7 +60,7 @@ def record_question(
     """The record of one question, with the keys and values of at most `num_kept` tokens of each modality."""
     inputs = prepare_inputs(model, processor, question.prompt)
     tokens = classify_sample(inputs, ids)
-    key_positions = draw_positions(tokens, question.fingerprint, num_kept)
+    key_positions = draw_positions(tokens, question.fingerprint, num_kept)  # random; the fingerprint is the seed
     with Probe(model, inputs, tokens, layers, key_positions) as probe:
         model.base_model(**inputs)
     return probe.record()

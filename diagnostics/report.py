@@ -1,4 +1,4 @@
-"""The report of one or several models, in a few lines and as a self-contained page."""
+"""Makes the report of one or several models: a box with a few lines on each, and a self-contained page."""
 
 import base64
 import math
@@ -23,10 +23,10 @@ from diagnostics.verdict import (
     Score,
     Turning,
     Verdict,
-    answers_about_own_picture,
     clip_share,
     judge_sweep,
     judge_turning,
+    summaries_about_own_picture,
 )
 
 
@@ -49,8 +49,8 @@ class Chapter(NamedTuple):
 KEYS_AND_VALUES = "Keys and values"
 # The chapter of measures whose names begin with no prefix of another chapter.
 OTHER_MEASURES = "Other measures"
-# The chapters by title, in the order of the page. The sweep's figure stands before all chapters. Without a sweep, the
-# figure "overview" stands before them.
+# The chapters by title, in the order of the page. One figure stands before all chapters and not in its own
+# chapter: the sweep's figure or, without a sweep, "overview".
 CHAPTERS = {
     "Norms up to the decoder": Chapter(
         figures=(),
@@ -64,7 +64,7 @@ CHAPTERS = {
     KEYS_AND_VALUES: Chapter(figures=("keys", "key_map"), measures=("keys.", "values.")),
     OTHER_MEASURES: Chapter(figures=(), measures=()),
 }
-# Columns of the table of a sweep, by the measure's name in sweep.csv.
+# Columns of the table of a sweep, by the measure's name in sweep.csv. "less × 1" means minus the value at dose 1.
 SWEEP_COLUMNS = {
     "named": "share of right answers",
     "named_change": "right answers, less × 1",
@@ -244,8 +244,8 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     if len(models) == 2:
         frames[DIFFERENCE] = paired_difference(models[0].name, models[1].name, rows)
 
-    # What a column shows where it has no value: a dash, but nothing in the column of the difference, which many
-    # measures don't have.
+    # What a column shows where it has no value: a dash, but nothing in the column of the difference, because many
+    # measures have no difference.
     without_value = dict.fromkeys(frames, "–")
     if DIFFERENCE in frames:
         without_value[DIFFERENCE] = ""
@@ -270,11 +270,11 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
 def make_sweep_table(rows: pd.DataFrame) -> pd.DataFrame:
     """The table of one model's sweep: for each dose, the scores with intervals, and what the dose does to answers."""
     summaries = summaries_by_dose(rows)
-    by_dose = answers_about_own_picture(summaries)
+    summary_by_dose = summaries_about_own_picture(summaries)
     verdict = judge_sweep(summaries)
 
     texts = {}
-    for dose, summary in by_dose.items():
+    for dose, summary in summary_by_dose.items():
         texts_of_dose = {}
         if dose == UNCHANGED_DOSE:
             texts_of_dose["answers"] = "as it is"

@@ -24,9 +24,9 @@ OTHER_PICTURE = "another's"  # another question's picture
 def scaled(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -> Iterator[None]:
     """Multiply a sample's image tokens by `scale` where they enter the decoder's first layer.
 
-    Every forward pass over as many tokens as the mask has is scaled, so no other sample of this length may be run
-    inside the context. Passes over the tokens that the model generates after the sample are left as they are: they see
-    the scaled tokens through the cache. At a scale of 1 nothing changes, bit for bit.
+    A forward pass is scaled if its length is that of the mask, so no other sample of this length may be run inside the
+    context. Later passes, over tokens that the model generates, are left as they are: they see the scaled tokens
+    through the cache. At a scale of 1 nothing changes, bit for bit.
 
     Args:
         model: The model. Its hooks are removed when the context is left.

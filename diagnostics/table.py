@@ -22,7 +22,7 @@ from diagnostics.parts import layer_groups
 LEVEL = 0.95
 # Columns of the rows that measures return. `modality` is "visual", "text" or empty. `value` is the measure's value for
 # the picture whose number is in `picture`. A measure that is no mean over pictures also has a row for all pictures,
-# where `picture` is missing; the values of its other rows are pseudo-values.
+# where `picture` is missing; in its rows for single pictures the values are pseudo-values.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
 # Measures by layer that are also reported as means over each third of the layers.
 BY_THIRD = ("gap", "norm_ratio", "turning")
@@ -165,8 +165,8 @@ def jackknife_rows(
 
     by_picture = without_each.reshape(len(without_each), -1)  # [num_pictures, num_layers or 1]
     has_value = ~np.isnan(by_picture).all(axis=1)
-    num_pictures = has_value.sum()
-    pseudo_values = num_pictures * whole - (num_pictures - 1) * without_each
+    num_with_value = has_value.sum()
+    pseudo_values = num_with_value * whole - (num_with_value - 1) * without_each
     return make_rows(measure, pseudo_values, modality, layers, whole)
 
 
@@ -186,12 +186,12 @@ def with_means(rows: pd.DataFrame) -> pd.DataFrame:
     """
     tables = [rows, mean_over_layers(rows)]
 
-    by_third = rows[rows["measure"].isin(BY_THIRD)]
+    rows_by_layer = rows[rows["measure"].isin(BY_THIRD)]
     # The number of layers is taken from the gap, because norms have a further value, after the last layer.
-    last_layer = by_third.loc[by_third["measure"] == "gap", "layer"].max()
+    last_layer = rows_by_layer.loc[rows_by_layer["measure"] == "gap", "layer"].max()
     if not pd.isna(last_layer):
         for third, layers in layer_groups(int(last_layer) + 1).items():
-            means = mean_over_layers(by_third[by_third["layer"].isin(layers)])
+            means = mean_over_layers(rows_by_layer[rows_by_layer["layer"].isin(layers)])
             tables.append(means.assign(measure=means["measure"] + ", " + third))
 
     return pd.concat(tables, ignore_index=True)

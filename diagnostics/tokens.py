@@ -187,7 +187,7 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
 
     A token is a sink if its norm after any layer is more than `SINK_FACTOR` times the median norm of its modality
     after that layer (compare the massive activations of arXiv 2402.17762). The norm before the first layer doesn't
-    count.
+    count, because sinks arise in the layers.
 
     Args:
         layer_norms: Norms of the input of each of the `L` layers, and then of the last layer's output, `(L + 1, S)`.

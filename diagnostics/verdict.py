@@ -12,7 +12,8 @@ from diagnostics.scaling import DOSES, OWN_PICTURE, UNCHANGED_DOSE
 from diagnostics.table import Estimate, Summary
 
 
-# The box at the top of the report shows the answers at these two doses: a third of the norm, and three times the norm.
+# A sweep multiplies the norm of image tokens by several doses. The box at the top of the report shows the answers at
+# these two doses: about a third of the norm, and three times the norm.
 SMALLER = 0.3
 LARGER = 3.0
 # At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters. RMSNorm then gives a token
@@ -72,12 +73,12 @@ class Verdict:
     Attributes:
         advice: What to do.
         score: What the answers are judged by.
-        scores: The score at each dose, ascending, with dose 1.
+        scores: The score at each dose, dose 1 too, in ascending order of the doses.
         changes: What each dose does to the score, without dose 1; empty if the score can't be judged.
         best: The clearly better dose with the best score; `None` if no dose is clearly better.
         num_pictures: Number of pictures that were asked about.
-        num_scored: Number of pictures that have a score. If right answers count, these are the pictures to whose
-            questions the data has several answers, from which the model can choose.
+        num_scored: Number of pictures that have a score. If the score is right answers, these are the pictures whose
+            question has several answers in the data, from which the model can choose.
         image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
         attention_norm: Norm of what layer 1's attention adds to image tokens, over the norm of text tokens; `None` if
             this can't be told apart from what the MLP adds.
@@ -108,69 +109,71 @@ def judge_sweep(summaries: Mapping[tuple[float, str], Summary]) -> Verdict:
     Args:
         summaries: Summaries of the model's sweep by dose and control.
     """
-    by_dose = answers_about_own_picture(summaries)
-    as_it_is = by_dose[UNCHANGED_DOSE]
+    summary_by_dose = summaries_about_own_picture(summaries)
+    summary_as_it_is = summary_by_dose[UNCHANGED_DOSE]
 
-    score = choose_score(by_dose)
-    scores = estimate_scores(by_dose, score)
-    changes = judge_changes(by_dose, score)
+    score = choose_score(summary_by_dose)
+    scores = estimate_scores(summary_by_dose, score)
+    changes = judge_changes(summary_by_dose, score)
 
-    image_norm = get_estimate(as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
-    attention_norm = as_it_is.look("attention_update")
-    mlp_norm = as_it_is.look("mlp_update")
+    image_norm = get_estimate(summary_as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
+    attention_norm = summary_as_it_is.look("attention_update")
+    mlp_norm = summary_as_it_is.look("mlp_update")
     return Verdict(
         advice=choose_advice(changes),
         score=score,
         scores=scores,
         changes=changes,
         best=find_best(scores, changes, score),
-        num_pictures=count_pictures(as_it_is, "kl"),  # every picture has a value of `kl`
-        num_scored=count_pictures(as_it_is, score),
+        num_pictures=count_pictures(summary_as_it_is, "kl"),  # every picture has a value of `kl`
+        num_scored=count_pictures(summary_as_it_is, score),
         image_norm=image_norm,
         attention_norm=attention_norm,
         mlp_norm=mlp_norm,
         place=place_norm(image_norm, attention_norm, mlp_norm),
-        kept_by_eps=share_kept_by_eps(image_norm.mean, get_estimate(as_it_is, "eps").mean),
+        kept_by_eps=share_kept_by_eps(image_norm.mean, get_estimate(summary_as_it_is, "eps").mean),
     )
 
 
-def answers_about_own_picture(summaries: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
+def summaries_about_own_picture(summaries: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
     """The summaries of answers about a question's own picture, by dose in ascending order. Only these are judged."""
-    by_dose = {}
+    summary_by_dose = {}
     for dose, control in sorted(summaries):
         if control == OWN_PICTURE:
-            by_dose[dose] = summaries[dose, control]
-    return by_dose
+            summary_by_dose[dose] = summaries[dose, control]
+    return summary_by_dose
 
 
-def choose_score(by_dose: Mapping[float, Summary]) -> Score:
+def choose_score(summary_by_dose: Mapping[float, Summary]) -> Score:
     """What answers are judged by: right answers if the model had a choice, else the right answer's loss.
 
     Either needs an interval, and so at least two pictures. Otherwise only the share of changed answers is shown.
     """
     for score in (Score.RIGHT_ANSWERS, Score.LOSS):
-        estimate = by_dose[UNCHANGED_DOSE].look(score)
+        estimate = summary_by_dose[UNCHANGED_DOSE].look(score)
         if estimate is not None and math.isfinite(estimate.low):  # there is an interval
             return score
     return Score.CHANGED_ANSWERS
 
 
-def estimate_scores(by_dose: Mapping[float, Summary], score: Score) -> dict[float, Estimate]:
+def estimate_scores(summary_by_dose: Mapping[float, Summary], score: Score) -> dict[float, Estimate]:
     """The score at each dose."""
     scores = {}
-    for dose, summary in by_dose.items():
+    for dose, summary in summary_by_dose.items():
         estimate = get_estimate(summary, score)
-        scores[dose] = estimate if score is Score.LOSS else clip_share(estimate)
+        if score is not Score.LOSS:  # the other scores are shares
+            estimate = clip_share(estimate)
+        scores[dose] = estimate
     return scores
 
 
-def judge_changes(by_dose: Mapping[float, Summary], score: Score) -> dict[float, Change]:
+def judge_changes(summary_by_dose: Mapping[float, Summary], score: Score) -> dict[float, Change]:
     """What each dose does to the score, without dose 1, which leaves the model as it is."""
     if score is Score.CHANGED_ANSWERS:
         return {}
 
     changes = {}
-    for dose, summary in by_dose.items():
+    for dose, summary in summary_by_dose.items():
         if dose != UNCHANGED_DOSE:
             difference = get_estimate(summary, f"{score}_change")
             changes[dose] = judge_change(difference, smaller_is_better=score is Score.LOSS)

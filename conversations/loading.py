@@ -83,7 +83,7 @@ def _absolute_image_folder(source: Source, image_folder: str | None) -> str:
 
 
 def _load_stored_rows(source: Source, config: str | None, split: str) -> datasets.Dataset:
-    """The rows in the layout in which they are stored, except that those of JSON files have our layout already."""
+    """The rows in the layout that they are stored in. Rows of JSON files come in our layout already."""
     if source.kind == "dataset":
         return _load_dataset(source, config, split)
 

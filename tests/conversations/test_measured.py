@@ -52,7 +52,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Notes the rows that are tokenized and whose pictures are opened during a test."""
+    """Notes which rows are tokenized, and which rows' pictures are opened, during a test."""
     noted = Calls()
     original_call = RowTokenizer.__call__
     original_open_images = measured.open_images

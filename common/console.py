@@ -78,7 +78,7 @@ def new_folder(path: str) -> Path:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, where: str = "") -> argparse.Namespace:
-    """Parse a command line like `parse_args`, but if an option is unknown, name the known option most similar to it.
+    """Parse a command line as `parse_args` does. For an unknown option, the error names the most similar known option.
 
     Args:
         parser: The parser that knows the options.

@@ -155,9 +155,9 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         UserError: if the tokenizer has no known end-of-turn token and no `eos_token` either.
     """
     vocabulary = tokenizer.get_vocab()
-    for known in FORMATS:
-        if known.end_of_turn in vocabulary:
-            return known
+    for known_format in FORMATS:
+        if known_format.end_of_turn in vocabulary:
+            return known_format
 
     if tokenizer.eos_token is None:
         raise UserError(
@@ -227,7 +227,8 @@ def _writes_same_text(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat)
     Conversations of one, two and four turns are compared, also with a system message if the tokenizer's template
     writes one.
     """
-    template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)  # not written, as there are no pictures
+    # These conversations hold no pictures, so the template never writes its image token.
+    template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)
     for texts in (["One?"], ["One?", "Two."], ["One?", "Two.", "Three?", "Four."]):
         if _render(tokenizer, texts, chat_template=template) != _render(tokenizer, texts):
             return False

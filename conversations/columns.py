@@ -131,7 +131,7 @@ def _read_turns(
         read_features = datasets.Features({"images": PICTURES, **READ_FEATURES})
 
     # datasets' own fingerprint leaves out the code that `_read_fields` calls. With that fingerprint, the cache would
-    # return turns as an earlier version of this package has read them.
+    # return turns as an earlier version of this package read them.
     code_hashes = hash_files(Path(__file__).parent, "*.py")
     fingerprint = Hasher.hash([rows_to_read._fingerprint, list(picture_counts), code_hashes])
     return rows_to_read.map(

@@ -96,7 +96,7 @@ def _parse_list(path: Path, text: str) -> list[Any]:
 
 
 def _find_list(text: str) -> list[Any] | None:
-    """The first list of rows in a text that is one JSON mapping; `None` if the text is something else."""
+    """The first list of rows in a text that is one JSON mapping; `None` if there is no such list."""
     try:
         content = json.loads(text)
     except ValueError:  # JSON lines of several rows, or a torn file, which `_parse_lines` reports

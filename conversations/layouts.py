@@ -88,7 +88,7 @@ def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[s
 
 
 def pictures_in_columns(row: Row) -> list[Any]:
-    """The pictures in a row's column `images` or `image`. Either holds a picture, a list of pictures, or nothing.
+    """The pictures in a row's column `images` or `image`. Each column holds a picture, a list of pictures, or nothing.
 
     Raises:
         LayoutError: if both `images` and `image` hold pictures.
@@ -329,7 +329,7 @@ def _read_text_or_messages(row: Row, column: str, role: str, reader: _TurnReader
 
 
 def _are_messages(entries: Any) -> bool:
-    """Whether `entries`, decoded from a text, are messages, which have roles. An answer can be any JSON list."""
+    """Whether `entries`, decoded from a text, are messages, which have roles. Any other list can be an answer."""
     if not isinstance(entries, list) or not entries:
         return False
     return all("role" in entry or "from" in entry for entry in entries)

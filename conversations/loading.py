@@ -58,12 +58,12 @@ def load_rows(
         UserError: if the file, folder, split or configuration doesn't exist, holds no rows, or can't be read.
     """
     source = find_source(name)
-    absolute_folder = _absolute_folder(source, image_folder)
+    absolute_image_folder = _absolute_image_folder(source, image_folder)
     if streaming and source.kind in ("parquet", "dataset"):
-        return _stream(source, absolute_folder, config, split)
+        return _stream(source, absolute_image_folder, config, split)
 
     stored_rows = _load_stored_rows(source, config, split)
-    rows = _standardise(stored_rows, source, absolute_folder)
+    rows = _standardise(stored_rows, source, absolute_image_folder)
     if len(rows) == 0:
         raise UserError(f"{source.name}: there are no rows.")
     if streaming:
@@ -71,7 +71,7 @@ def load_rows(
     return rows
 
 
-def _absolute_folder(source: Source, image_folder: str | None) -> str:
+def _absolute_image_folder(source: Source, image_folder: str | None) -> str:
     """The folder that paths of pictures are relative to."""
     if image_folder is None:
         return source.folder
@@ -83,7 +83,7 @@ def _absolute_folder(source: Source, image_folder: str | None) -> str:
 
 
 def _load_stored_rows(source: Source, config: str | None, split: str) -> datasets.Dataset:
-    """The rows as they are stored. Only the rows of JSON files are in our layout already."""
+    """The rows in the layout that they are stored in. Rows of JSON files come in our layout already."""
     if source.kind == "dataset":
         return _load_dataset(source, config, split)
 
@@ -91,7 +91,7 @@ def _load_stored_rows(source: Source, config: str | None, split: str) -> dataset
         loaded = read_json_files(source)
     elif source.kind == "parquet":
         loaded = _load_dataset(source)
-    else:
+    else:  # a folder that `save_to_disk` wrote
         with _library_errors_for(source):
             loaded = datasets.load_from_disk(source.name)
 
@@ -183,19 +183,19 @@ def _stream(source: Source, image_folder: str, config: str | None, split: str) -
 def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
     """A streamed row in our layout.
 
-    A stream doesn't number its rows, so the row's `source` has its `id` or the beginning of its text.
+    A stream doesn't number its rows, so `source` names a row by its `id`, or by the beginning of its text.
     """
     row = read_row(fields)
     for field in row.pop("unread"):
         _warn_once(name, field)
 
-    row_id = fields.get("id")
-    if row_id in (None, ""):
+    row_name = fields.get("id")
+    if row_name in (None, ""):
         content = row["conversations"]
         if not content:  # the turns can't be read
             content = fields
-        row_id = str(content)[:80]
-    return row | {"image_folder": image_folder, "source": f"{name}, row {row_id}"}
+        row_name = str(content)[:80]
+    return row | {"image_folder": image_folder, "source": f"{name}, row {row_name}"}
 
 
 @cache

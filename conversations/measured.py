@@ -207,7 +207,7 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
     """
     try:
         image_sizes = content_check.result()  # raises what the call raised
-        conversations = json.dumps(row_turns(row), default=str)
+        conversations = json.dumps(row_turns(row))
         tokens = check.tokenize(row, image_sizes)
     except BadRowError as error:
         # An error of the operating system has an `errno`. The error that a broken picture raises has none.
@@ -265,8 +265,8 @@ def keep_good_rows(
             _report_bad_rows(problems, len(dataset), report_file)
 
     # The turns are taken from `tokens`, where all have the same form. Good rows have no `problem`.
-    left_out = [name for name in ("conversations", "problem") if name in dataset.column_names]
-    good = _join(dataset.remove_columns(left_out), tokens.remove_columns("problem"))
+    unneeded_columns = [name for name in ("conversations", "problem") if name in dataset.column_names]
+    good = _join(dataset.remove_columns(unneeded_columns), tokens.remove_columns("problem"))
     if is_bad.any():
         good = good.select(np.flatnonzero(~is_bad))
 
@@ -275,9 +275,9 @@ def keep_good_rows(
     return good.remove_columns("checksum"), fingerprint
 
 
-def _join(*columns: Dataset) -> Dataset:
+def _join(*parts: Dataset) -> Dataset:
     """One dataset with the columns of several datasets, which hold the same rows."""
-    return concatenate_datasets(list(columns), axis=1)
+    return concatenate_datasets(list(parts), axis=1)
 
 
 def _refuse_bad_rows(problems: Dataset, num_rows: int, bad_rows: Literal["error", "skip"]) -> None:

@@ -4,7 +4,7 @@
 
 - `images` or `image`: its pictures. Each is a path, or a dict as from `datasets.Image(decode=False)`, with `bytes` and
   `path`, one of which may be null.
-- `image_folder`: the folder that paths are relative to, as an absolute path without `..`, as `load_rows` writes it.
+- `image_folder`: the folder that paths are relative to, as an absolute path without `..`.
 - `conversations`: LLaVA's turns with `from` and `value`.
 - `source`: the file or dataset and the row's number, for messages.
 - `problem`: why the row couldn't be read from its own layout; null or missing in all other rows.
@@ -240,7 +240,7 @@ def _find_image_problem(row: Row, turns: list[dict[str, str]]) -> str | None:
 
 def _describe_missing(image: Any, path: str) -> str:
     """What is wrong with a picture whose path leads to no file."""
-    name = str(_picture_name(image))
+    name = str(_picture_name(image))  # a malformed row may have a number in place of the path
     if name.startswith("data:"):
         return f"an image is base64 text ({len(name)} characters): write it to a file, and give its path"
     return f"image file {shorten_path(path)} is missing, or not a regular file"

@@ -69,7 +69,7 @@ def find_source(name: str) -> Source:
 
     Raises:
         UserError: if no file matches a pattern, a file doesn't exist or is of no known kind, or a folder holds several
-            JSON files. (`load_dataset` would give all files the types of the first file.)
+            JSON files, whose fields may differ in type.
     """
     name = os.path.expanduser(name)
     # The name of an existing file or folder can contain a pattern's characters too, such as "[".

@@ -90,8 +90,14 @@ class RowTokenizer:
             problem = "no supervised token: the template marks no answer, or the tokenizer has `trim_offsets`"
             raise BadRowError(row["source"], problem)
 
-        tokenized = {"input_ids": input_ids, "labels": labels, "length": length}
-        return {**row, **tokenized, "tiles_per_image": tiles_per_image, "num_tiles": num_tiles}
+        return {
+            **row,
+            "input_ids": input_ids,
+            "labels": labels,
+            "tiles_per_image": tiles_per_image,
+            "num_tiles": num_tiles,
+            "length": length,
+        }
 
     def repeat_at_pictures(self, values: list[int], row: Row) -> list[int]:
         """The values, repeated where the collator repeats image tokens.

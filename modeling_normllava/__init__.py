@@ -24,19 +24,19 @@ from .processing_normllava import NormLlavaProcessor
 
 
 def _register(
-    config: type[NormLlavaConfig],
-    model: type[NormLlavaModel],
-    model_with_lm_head: type[NormLlavaForConditionalGeneration],
+    config_class: type[NormLlavaConfig],
+    model_class: type[NormLlavaModel],
+    class_with_lm_head: type[NormLlavaForConditionalGeneration],
 ) -> None:
     """Register the classes of one model type with transformers' auto classes."""
-    AutoConfig.register(config.model_type, config)
+    AutoConfig.register(config_class.model_type, config_class)
     # Only a model with tiles needs NormLlavaProcessor. The folder of a model without tiles names Llava's processor, so
     # AutoProcessor loads Llava's.
-    AutoProcessor.register(config, NormLlavaProcessor)
-    AutoModel.register(config, model)
-    AutoModelForCausalLM.register(config, model_with_lm_head)  # for text-only tools
-    AutoModelForImageTextToText.register(config, model_with_lm_head)
-    AutoModelForMultimodalLM.register(config, model_with_lm_head)
+    AutoProcessor.register(config_class, NormLlavaProcessor)
+    AutoModel.register(config_class, model_class)
+    AutoModelForCausalLM.register(config_class, class_with_lm_head)  # for text-only tools
+    AutoModelForImageTextToText.register(config_class, class_with_lm_head)
+    AutoModelForMultimodalLM.register(config_class, class_with_lm_head)
 
 
 _register(NormLlavaConfig, NormLlavaModel, NormLlavaForConditionalGeneration)

@@ -25,13 +25,12 @@ class NormLlavaConfig(LlavaConfig):
             `"layernorm"`: the same forward pass, with LayerNorm's own gradient. `"none"`: no norm, as in Llava.
         projector_norm_target (`float`, *optional*):
             T, the L2 norm that image tokens start at (eq. 11). A new LayerNorm gets the gain `T / sqrt(hidden_size)`,
-            with the decoder's hidden size. `None` leaves the gain at 1: default initialisation in the paper's
-            Table 5.
+            with the decoder's hidden size. `None` leaves the gain at 1 (Table 5: default initialisation).
         projector_norm_eps (`float`, *optional*, defaults to 1e-5):
             LayerNorm's epsilon (eq. 22, 23).
         spatial_merge_size (`int`, *optional*, defaults to 1):
-            Each square of neighbouring patches becomes one image token, as in Qwen2-VL. This is the square's side in
-            patches: 2 makes 144 tokens of 24 x 24 patches, and 1 makes a token of each patch.
+            Each square of neighbouring patches becomes one image token, as in Qwen2-VL. `spatial_merge_size` is the
+            square's side in patches: 2 makes 144 tokens of 24 x 24 patches, and 1 makes a token of each patch.
         projector_scaled (`bool`, *optional*, defaults to `False`):
             Record: whether a new projector without a norm was scaled so that image tokens started at T.
         projector_aligned (`bool`, *optional*, defaults to `False`):
@@ -53,9 +52,9 @@ class NormLlavaConfig(LlavaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # Saving a model would add only that model's class to `auto_map`, so all classes are listed here. A config that
-        # was loaded from the Hub has its repository's name before each class ("owner/name--modeling_..."). Its list is
-        # replaced too, or a copy of the model would still load its code from that repository.
+        # Saving a model would add only that model's class to `auto_map`, so all classes are listed here. The
+        # `auto_map` of a config from the Hub has the repository's name before each class ("owner/name--modeling_...").
+        # It is replaced too, or a copy of the model would still load its code from that repository.
         with_lm_head = "modeling_normllava.NormLlavaForConditionalGeneration"
         self.auto_map = {
             "AutoConfig": "configuration_normllava.NormLlavaConfig",
@@ -66,4 +65,5 @@ class NormLlavaConfig(LlavaConfig):
         }
 
 
+# `save_pretrained` copies a class's file into the checkpoint only if the class is registered.
 NormLlavaConfig.register_for_auto_class()

@@ -105,7 +105,7 @@ class AdaptedKeyProjection(nn.Module):
 
     def __init__(self, base: nn.Linear, config: NormLlavaKeyAdapterConfig) -> None:
         super().__init__()
-        self.base = base  # PEFT would take a module with an attribute `base_layer` for one of its own
+        self.base = base  # not named `base_layer`, or PEFT would take this module for one of its own
         self.key_adapter = KeyAdapter(base, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     a picture all tokens are text, as are all tokens that generation adds after the prompt.
 
     The mask can't be made from embeddings, so callers who give embeddings without token ids must give the mask too.
-    (`generate` accepts no mask.)
+    `generate` accepts no mask, so it needs token ids.
     """
     arguments = dict(kwargs)
     first_parameters = ("input_ids", "pixel_values")  # callers may give these without a keyword
@@ -185,8 +185,11 @@ def add_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     has_pixels = arguments.get("pixel_values") is not None
     encoder_outputs = arguments.get("mm_encoder_outputs") or {}
     has_encoded_picture = encoder_outputs.get("image") is not None
-    is_image_token = input_ids == model.config.image_token_id
-    kwargs["visual_token_mask"] = is_image_token & (has_pixels or has_encoded_picture)
+    if has_pixels or has_encoded_picture:
+        mask = input_ids == model.config.image_token_id
+    else:
+        mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    kwargs["visual_token_mask"] = mask
     return args, kwargs
 
 
@@ -219,6 +222,7 @@ class NormLlavaKeyAdapterForConditionalGeneration(NormLlavaForConditionalGenerat
     _model_class = NormLlavaKeyAdapterModel  # the class of `self.model`
 
 
+# `save_pretrained` copies a class's file into the checkpoint only if the class is registered.
 NormLlavaKeyAdapterConfig.register_for_auto_class()
 NormLlavaKeyAdapterModel.register_for_auto_class("AutoModel")
 NormLlavaKeyAdapterForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")

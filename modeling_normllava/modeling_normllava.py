@@ -30,8 +30,8 @@ MIN_MEAN_GAIN = 1e-3
 # norm's, when a model is loaded with `projector_norm="none"`. If they were listed in transformers' attribute
 # `_keys_to_ignore_on_load_unexpected`, vLLM would drop these weights from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
-# Names of the weights that a PEFT adapter's folder must have. An adapter's loading report also lists as missing the
-# base model's weights and the states of quantized weights, which the folder doesn't have.
+# Names of the weights that a PEFT adapter's folder must have. An adapter's loading report calls other weights missing
+# too, though no adapter's folder has them: the base model's, and the states of quantized weights.
 ADAPTER_WEIGHT = re.compile(r"\.lora_|\.modules_to_save\..*\.(weight|bias)$")
 # A part of the model, such as the vision tower. For `None`, the model builds the part from its config.
 OptionalPart = nn.Module | None
@@ -91,11 +91,12 @@ class Float32LayerNorm(nn.LayerNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden_states`. The output has the same shape and dtype."""
         # Compute in at least float32, and in float64 where the input or the parameters are float64. The parameters are
-        # cast too, because in sharded training they may have the compute dtype.
+        # cast too, because sharded training may have cast them to 16 bits.
         common_dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
         dtype = torch.promote_types(common_dtype, torch.float32)
+        weight = self.weight.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), bias)
+        output = self._normalize(hidden_states.to(dtype), weight, bias)
         return output.to(hidden_states.dtype)
 
     def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -150,7 +151,7 @@ class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
 
 
 def merge_patches(image_features: torch.Tensor, merge_size: int) -> torch.Tensor:
-    """Join each square of `merge_size` x `merge_size` neighbouring patches into one vector, row by row.
+    """Join each square of `merge_size` x `merge_size` neighbouring patches into one vector.
 
     Args:
         image_features: `(num_images, num_patches, hidden_size)`. The patches come from a square picture, row by row.
@@ -183,8 +184,8 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
     """The base of the models with and without the LM head: initialises the norm, and checks that a checkpoint fits."""
 
     config: NormLlavaConfig
-    # Device maps and sharding keep the projector in one unit. Sharding gives all weights of a unit one dtype, the
-    # norm's weights too.
+    # Device maps and sharding keep the projector whole. In sharded training the norm's weights therefore get the dtype
+    # of the projector's other weights.
     _no_split_modules = ["NormLlavaMultiModalProjector"]  # noqa: RUF012 - as transformers has it
     # A bare "norm" would keep every norm of the language model in float32 too.
     _keep_in_fp32_modules_strict = {"multi_modal_projector.norm"}  # noqa: RUF012 - as transformers has it
@@ -252,15 +253,15 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
 
 
 def base_options(adapted_model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `from_pretrained` that load an adapted model's base once more, only for its loading report.
+    """The options of `from_pretrained` that load an adapted model's base once more, only for the base's loading report.
 
-    Where possible, they load the names of the weights without the data.
+    Where possible, the weights' names are loaded without their data.
 
     Args:
         adapted_model: A model that was loaded from an adapter's folder.
         options: The options that the adapted model was loaded with.
     """
-    # transformers looks for an adapter in the base's folder too. No subfolder has this name, so no adapter is found.
+    # transformers looks for an adapter in the base's folder too. No subfolder is named "none", so none is found.
     no_adapter = {"adapter_kwargs": {"subfolder": "none"}}
     quantizer = getattr(adapted_model, "hf_quantizer", None)
     if quantizer is not None and quantizer.pre_quantized:

@@ -14,8 +14,8 @@ class NormLlavaProcessor(LlavaProcessor):
 
     The image processor resizes a picture to the grid of tiles that is nearest to the picture's shape. Each tile has
     the size that the vision encoder takes. If the grid has two tiles or more, the whole picture follows them as one
-    more tile, the thumbnail. In `pixel_values` the tiles of all pictures follow each other. The names of transformers
-    (`num_patches`, `num_image_patches`, `max_patches`) mean tiles by "patches".
+    more tile, the thumbnail. In `pixel_values` the tiles of all pictures follow each other. In transformers' names
+    (`num_patches`, `num_image_patches`, `max_patches`), "patches" are tiles.
 
     In the prompt, one image token stands for a picture. The processor repeats the token for every patch (or square of
     merged patches) of all the picture's tiles.

@@ -92,7 +92,8 @@ def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch:
             folder_or_id(name)
 
 
-# Imports a module, and prints whether warnings of bitsandbytes are silenced when bitsandbytes is imported.
+# Imports a module, and prints whether warnings of bitsandbytes are silenced when bitsandbytes is imported. Importing
+# common.console silences them.
 IMPORTING_PROGRAM = """
 import importlib
 import sys

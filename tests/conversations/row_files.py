@@ -70,7 +70,7 @@ def check_rows(
     return keep_good_rows(rows, tokens, bad_rows, report_file)
 
 
-# Rows that a model can be trained on, with 1, 0 and 2 pictures.
+# Rows that a model can be trained on, with 1, 0 and 2 pictures. The ids are numbers and a text, as in some datasets.
 GOOD_ROWS = [
     {"id": 1, "image": "a.png", "conversations": turns("<image>\nWhat?", "A dog.")},
     {"id": "two", "conversations": turns("Hello.", "Hello to you.")},

@@ -20,10 +20,11 @@ from row_files import COLOUR, turns, write_json, write_pictures
 
 
 # A conversation about one picture, as turns in LLaVA's layout.
-ASKED = turns("<image>\nWhat?", "A dog.")
-# The parts of the question of `ASKED` in chat messages. The picture itself is in a column of the row.
+CONVERSATION = turns("<image>\nWhat?", "A dog.")
+# Its question and answer as parts of chat messages. The picture itself is in a column of the row.
 PICTURE_PART = {"type": "image"}
 TEXT_PART = {"type": "text", "text": "What?"}
+ANSWER_PART = {"type": "text", "text": "A dog."}
 
 
 def message(role: str, content: Any) -> dict[str, Any]:
@@ -31,9 +32,9 @@ def message(role: str, content: Any) -> dict[str, Any]:
 
 
 ANSWER = message("assistant", "A dog.")
-# The row with `ASKED` and the picture a.png, in many layouts.
+# The row with `CONVERSATION` and the picture a.png, in many layouts.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "LLaVA": {"image": "a.png", "conversations": ASKED},
+    "LLaVA": {"image": "a.png", "conversations": CONVERSATION},
     "ShareGPT's roles": {
         "image": "a.png",
         "conversations": [{"from": "user", "value": "<image>\nWhat?"}, {"from": "assistant", "value": "A dog."}],
@@ -45,14 +46,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "images": ["a.png"],
         "messages": [
             message("user", [PICTURE_PART, TEXT_PART]),
-            message("assistant", [{"type": "text", "text": "A dog."}]),
+            message("assistant", [ANSWER_PART]),
         ],
     },
     "prompt and completion": {"image": "a.png", "prompt": "What?", "completion": "A dog."},
     "prompt and completion of messages": {
         "images": ["a.png"],
         "prompt": [message("user", [PICTURE_PART, TEXT_PART])],
-        "completion": [message("assistant", [{"type": "text", "text": "A dog."}])],
+        "completion": [message("assistant", [ANSWER_PART])],
     },
     "the_cauldron": {"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A dog.", "source": "vqa"}]},
     "UltraChat's repeated prompt": {
@@ -60,7 +61,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "prompt": "What?",
         "messages": [message("user", "What?"), ANSWER | {"weight": 1}],  # 1 is the usual weight
     },
-    "turns as JSON text": {"image": "a.png", "conversations": json.dumps(ASKED)},
+    "turns as JSON text": {"image": "a.png", "conversations": json.dumps(CONVERSATION)},
     "parts as a dict of lists": {
         "images": ["a.png"],
         "messages": [
@@ -92,7 +93,9 @@ def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
     names: list[str] = []
     for row in embedded_rows:
-        names += [name for name in row if name not in names]
+        for name in row:
+            if name not in names:
+                names.append(name)
     columns = {name: [row.get(name) for row in embedded_rows] for name in names}
     path = folder / "train.parquet"
     pq.write_table(pa.table(columns), path)
@@ -117,7 +120,7 @@ def test_every_layout_is_the_same_row(tmp_path: Path, layout: str, stored: str) 
     assert len(rows) == 2
     for row in rows:
         check_row(row)
-        assert row_turns(row) == ASKED
+        assert row_turns(row) == CONVERSATION
         (image,) = open_images(row)
         assert image.getpixel((0, 0)) == COLOUR
 
@@ -145,36 +148,36 @@ def test_pictures_embedded_in_messages_are_read(tmp_path: Path, streaming: bool)
 
     (row,) = load_rows(str(path), streaming=streaming)
     check_row(row)
-    assert row_turns(row) == ASKED
+    assert row_turns(row) == CONVERSATION
     (image,) = open_images(row)
     assert image.getpixel((0, 0)) == COLOUR
 
 
 def test_a_system_field_is_the_first_turn(tmp_path: Path) -> None:
     rows = [
-        {"image": "a.png", "system": "Be brief.", "conversations": ASKED},
-        {"image": "a.png", "system": "", "conversations": ASKED},
+        {"image": "a.png", "system": "Be brief.", "conversations": CONVERSATION},
+        {"image": "a.png", "system": "", "conversations": CONVERSATION},
         {"image": "a.png", "system": "Be brief.", "messages": [message("user", "What?"), ANSWER]},
     ]
     json_file = write_json(tmp_path, rows)
     parquet_file = write_parquet(tmp_path, rows)
-    asked_briefly = [{"from": "system", "value": "Be brief."}, *ASKED]
+    with_system_turn = [{"from": "system", "value": "Be brief."}, *CONVERSATION]
     for path in (json_file, parquet_file):
         llava_row, row_with_empty_system, messages_row = load_rows(str(path), str(tmp_path / "pictures"))
-        assert row_turns(llava_row) == asked_briefly
-        assert row_turns(row_with_empty_system) == ASKED
-        assert row_turns(messages_row) == asked_briefly
+        assert row_turns(llava_row) == with_system_turn
+        assert row_turns(row_with_empty_system) == CONVERSATION
+        assert row_turns(messages_row) == with_system_turn
 
 
 def test_one_row_may_have_image_and_the_next_images(tmp_path: Path) -> None:
-    asked_about_two = turns("<image><image>\nWhat?", "Two.")
+    about_two_pictures = turns("<image><image>\nWhat?", "Two.")
     json_rows = [
-        {"image": "a.png", "conversations": ASKED},
-        {"image": "", "images": ["a.png", "a.png"], "conversations": asked_about_two},
+        {"image": "a.png", "conversations": CONVERSATION},
+        {"image": "", "images": ["a.png", "a.png"], "conversations": about_two_pictures},
     ]
     parquet_rows = [
-        {"image": "a.png", "conversations": ASKED},
-        {"images": ["a.png", "a.png"], "conversations": asked_about_two},
+        {"image": "a.png", "conversations": CONVERSATION},
+        {"images": ["a.png", "a.png"], "conversations": about_two_pictures},
     ]
     json_file = write_json(tmp_path, json_rows)
     parquet_file = write_parquet(tmp_path, parquet_rows)
@@ -195,7 +198,7 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
     "an answer has `weight`: 0.5": {
         "messages": [message("user", "Hi."), ANSWER | {"weight": 0.5}],
     },
-    "an answer has `weight`: 0,": {
+    "an answer has `weight`: 0,": {  # with the comma, or 0.5 would match too
         "messages": [message("user", "Hi."), ANSWER | {"weight": 0}],
     },
     "a part of text holds a picture": {
@@ -211,10 +214,10 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
     "both `image` and `images` hold pictures": {
         "image": "a.png",
         "images": ["a.png"],
-        "conversations": ASKED,
+        "conversations": CONVERSATION,
     },
     "`conversations` and `messages` both have content": {
-        "conversations": ASKED,
+        "conversations": CONVERSATION,
         "messages": [ANSWER],
     },
     "both a field `system` and a system turn": {
@@ -259,7 +262,7 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("problem", BAD_ROWS)
-def test_a_row_that_would_train_something_else_is_refused(tmp_path: Path, problem: str) -> None:
+def test_a_bad_row_is_refused_and_the_next_row_is_read(tmp_path: Path, problem: str) -> None:
     good_row = {"conversations": turns("Hi.", "Hello.")}
     path = write_json(tmp_path, [BAD_ROWS[problem], good_row])
     bad, good = load_rows(str(path), str(tmp_path / "pictures"))
@@ -272,11 +275,11 @@ def test_a_row_that_would_train_something_else_is_refused(tmp_path: Path, proble
 
 @pytest.mark.parametrize("column", ["messages", "texts"])
 def test_a_question_without_a_text_is_a_bad_row(tmp_path: Path, column: str) -> None:
-    turns_without_question = {
+    turns_by_column = {
         "messages": [message("user", None), ANSWER],
         "texts": [{"user": None, "assistant": "A dog."}],
     }
-    path = write_json(tmp_path, [{"image": "a.png", column: turns_without_question[column]}])
+    path = write_json(tmp_path, [{"image": "a.png", column: turns_by_column[column]}])
     (row,) = load_rows(str(path), str(tmp_path / "pictures"))
     with pytest.raises(BadRowError, match="turn 0 is not"):
         check_row(row)
@@ -285,7 +288,7 @@ def test_a_question_without_a_text_is_a_bad_row(tmp_path: Path, column: str) -> 
 def test_an_unread_field_is_named_with_its_number_of_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # `id` and `source` hold nothing to learn, and empty fields hold nothing at all. So only `caption` is named,
     # with a count of two rows.
-    row = {"id": 1, "source": "web", "image": "a.png", "caption": "", "boxes": [], "conversations": ASKED}
+    row = {"id": 1, "source": "web", "image": "a.png", "caption": "", "boxes": [], "conversations": CONVERSATION}
     rows = [row | {"caption": "a dog"}, row | {"caption": "two dogs"}, row]
     json_file = write_json(tmp_path, rows)
     parquet_file = write_parquet(tmp_path, rows)
@@ -369,7 +372,7 @@ def test_empty_pictures_are_no_pictures(tmp_path: Path, streaming: bool) -> None
 def messages_with_picture(folder: Path) -> list[dict[str, Any]]:
     """Messages of a question that holds the bytes of the folder's a.png, and of an answer."""
     picture_part = {"type": "image", "text": None, "image": embedded_picture(folder)}
-    return [message("user", [picture_part]), message("assistant", [TEXT_PART])]
+    return [message("user", [picture_part]), message("assistant", [ANSWER_PART])]
 
 
 def test_pictures_inside_messages_are_read_beside_an_empty_column(tmp_path: Path) -> None:
@@ -385,7 +388,7 @@ def test_pictures_inside_messages_are_read_beside_an_empty_column(tmp_path: Path
 def test_pictures_both_in_a_column_and_inside_messages_are_refused(tmp_path: Path) -> None:
     """The error names the column that holds pictures, and not `image`, which is empty in all rows."""
     picture = (write_pictures(tmp_path) / "b.png").read_bytes()
-    messages_without_picture = [message("user", [TEXT_PART]), message("assistant", [TEXT_PART])]
+    messages_without_picture = [message("user", [TEXT_PART]), message("assistant", [ANSWER_PART])]
     columns = {
         "image": pa.array([None, None], pa.binary()),
         "images": pa.array([[picture], []], pa.list_(pa.binary())),
@@ -417,7 +420,7 @@ def test_a_first_shard_without_pictures_does_not_set_the_types(tmp_path: Path, p
     """The second shard has a picture in the column `images`, or inside its messages."""
     write_pictures(tmp_path)
     picture = embedded_picture(tmp_path)
-    answer = message("assistant", [TEXT_PART])
+    answer = message("assistant", [ANSWER_PART])
     without_picture = [message("user", [{"type": "text", "text": "Hi."}]), answer]
     with_picture = [message("user", [{"type": "image", "image": picture}]), answer]
     if place == "images":
@@ -474,7 +477,7 @@ def test_a_first_shard_whose_pictures_are_all_null_does_not_set_the_types(tmp_pa
         "image": pa.array([None, None], pa.null()),
         "conversations": [turns("Hi.", "Hello.")] * 2,
     })  # fmt: skip
-    with_picture = pa.table({"image": [embedded_picture(tmp_path)], "conversations": [ASKED]})
+    with_picture = pa.table({"image": [embedded_picture(tmp_path)], "conversations": [CONVERSATION]})
     pq.write_table(without_pictures, shards / "train-00000-of-00002.parquet")
     pq.write_table(with_picture, shards / "train-00001-of-00002.parquet")
     folder = str(shards)
@@ -494,7 +497,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The home folder, also the working directory. llava/data.json and parquet/train.parquet each hold one row."""
     llava = tmp_path / "llava"
     llava.mkdir()
-    write_json(llava, [{"image": "pictures/a.png", "conversations": ASKED}])
+    write_json(llava, [{"image": "pictures/a.png", "conversations": CONVERSATION}])
 
     parquet = tmp_path / "parquet"
     parquet.mkdir()
@@ -570,7 +573,7 @@ def test_turns_are_read_again_after_a_change_of_the_code(tmp_path: Path, monkeyp
     write_pictures(tmp_path)
     path = write_parquet(tmp_path, [LAYOUTS["messages without a mark"]])
     (old_row,) = load_rows(str(path))
-    assert row_turns(old_row) == ASKED
+    assert row_turns(old_row) == CONVERSATION
 
     # Now `read_row` returns other turns, and the hash of its file has changed.
     changed_turns = turns("<image>\nNew?", "Yes.")
@@ -585,7 +588,7 @@ def test_turns_are_read_again_after_a_change_of_the_code(tmp_path: Path, monkeyp
 def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:
     data_url = "data:image/png;base64," + "A" * 1_000_000
     long_path = "x" * 9000
-    path = write_json(tmp_path, [{"image": image, "conversations": ASKED} for image in (data_url, long_path)])
+    path = write_json(tmp_path, [{"image": image, "conversations": CONVERSATION} for image in (data_url, long_path)])
     for row in load_rows(str(path), str(tmp_path / "pictures")):
         with pytest.raises(BadRowError) as error:
             check_row(row)
@@ -595,7 +598,7 @@ def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
 def test_a_completion_beside_llavas_turns_is_refused(tmp_path: Path, streaming: bool) -> None:
     write_pictures(tmp_path)
-    path = write_parquet(tmp_path, [{"image": "a.png", "conversations": ASKED, "completion": "Lost."}])
+    path = write_parquet(tmp_path, [{"image": "a.png", "conversations": CONVERSATION, "completion": "Lost."}])
     (row,) = load_rows(str(path), streaming=streaming)
     with pytest.raises(BadRowError, match="there is a `completion` without a `prompt`"):
         check_row(row)

@@ -21,6 +21,7 @@ from conversations.rows import BadRowError, Row, check_row, row_images
 from row_files import COLOUR, GOOD_ROWS, turns, write_json, write_pictures
 
 
+# Two conversations.
 ABOUT_A_PICTURE = turns("<image>\nWhat?", "A dog.")
 WITHOUT_PICTURE = turns("Hello.", "Hello to you.")
 
@@ -205,7 +206,7 @@ def test_a_bug_in_this_repository_is_no_user_error(tmp_path: Path, monkeypatch: 
     for module in ("columns", "json_files", "loading"):
         monkeypatch.setattr(f"conversations.{module}.read_row", fail)
     is_stream = kind == "stream"
-    # `datasets` wraps an error that is raised while it reads JSON rows into a DatasetGenerationError.
+    # If reading JSON rows fails, `datasets` raises a DatasetGenerationError from the error.
     with pytest.raises((ValueError, DatasetGenerationError)) as error:
         list(load_rows(str(path), streaming=is_stream))
     assert not isinstance(error.value, UserError)

@@ -52,7 +52,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Notes the rows that are tokenized and whose pictures are opened during a test."""
+    """Notes which rows are tokenized, and which rows' pictures are opened, during a test."""
     noted = Calls()
     original_call = RowTokenizer.__call__
     original_open_images = measured.open_images
@@ -104,7 +104,7 @@ def find_problems(tokens: Dataset) -> dict[int, str]:
 def mixed_rows(tmp_path: Path) -> Path:
     """A file of ten rows, of which the rows 3, 5, 6 and 7 are bad."""
     answers = [f"answer {number}" for number in range(10)]
-    answers[3] = "   "
+    answers[3] = "   "  # blank
     answers[6] = "half of a surrogate pair: \ud800"
     answers[7] = "long " * 100  # more than 200 tokens
     path = write_rows(tmp_path, *answers)
@@ -161,14 +161,14 @@ def test_a_dataset_of_bad_rows_alone_is_refused_with_skip_too(tmp_path: Path, to
 
 def test_image_tokens_and_their_labels_are_repeated_alike(tmp_path: Path, tokenize: RowTokenizer) -> None:
     (row,) = read_rows(write_rows(tmp_path, "A dog."))
-    row = tokenize(row)
-    input_ids = tokenize.repeat_at_pictures(row["input_ids"], row)
-    labels = tokenize.repeat_at_pictures(row["labels"], row)
+    tokenized = tokenize(row)
+    input_ids = tokenize.repeat_at_pictures(tokenized["input_ids"], tokenized)
+    labels = tokenize.repeat_at_pictures(tokenized["labels"], tokenized)
 
     assert tokenize.tokens_per_tile > 1
     assert input_ids.count(tokenize.processor.image_token_id) == tokenize.tokens_per_tile
-    assert len(input_ids) == row["length"]
-    assert len(labels) == row["length"]
+    assert len(input_ids) == tokenized["length"]
+    assert len(labels) == tokenized["length"]
 
     # The label of a trained token is the token itself, and the trained tokens are the answer.
     trained_tokens = []

@@ -63,7 +63,7 @@ DOT_ON_WHITE = black_dot("RGB", background=(255, 255, 255))
 def test_transparent_pixels_become_white(tmp_path: Path, suffix: str) -> None:
     """Without their alpha channel the transparent pixels would be black, as the dot is."""
     path = tmp_path / f"dot.{suffix}"
-    DOT_ON_TRANSPARENT.save(path, lossless=True)
+    DOT_ON_TRANSPARENT.save(path, lossless=True)  # WebP would be lossy by default
     assert open_one(path).tobytes() == DOT_ON_WHITE.tobytes()
 
 

@@ -18,18 +18,19 @@ from row_files import COLOUR, GOOD_ROWS, turns, write_json, write_pictures
 
 
 # A conversation about one picture.
-ASKED = turns("<image>\nWhat?", "A dog.")
+CONVERSATION = turns("<image>\nWhat?", "A dog.")
 
 
 def test_marks_become_image_parts_in_their_place() -> None:
     image = {"type": "image"}
-    (question, _) = to_messages({"conversations": ASKED})
+    (question, _) = to_messages({"conversations": CONVERSATION})
     assert question["content"] == [image, {"type": "text", "text": "What?"}]
     (question, _) = to_messages({"conversations": turns("<image> and\n<image>", "Two.")})
     assert question["content"] == [image, {"type": "text", "text": " and"}, image]
 
 
-# The fields of a bad row, by a pattern of the message about it. Its turns are `ASKED` unless the fields have others.
+# The fields of a bad row, by a pattern of the message about it. A row without a field `conversations` gets
+# `CONVERSATION`.
 BAD_ROWS: dict[str, dict[str, Any]] = {
     "image file .* is missing": {"image": "gone.png"},
     "1 <image> marks but 0 images": {"image": None},
@@ -39,14 +40,14 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
     "turn 0 is not": {"conversations": [{"from": "robot", "value": "Hi."}]},
     "an assistant turn contains <image>": {"conversations": turns("What?", "<image>")},
     r"turn 1 contains <\|image_pad\|>": {"conversations": turns("What?", "I say <|image_pad|>.")},
-    "image file .*/https:/example.com/a.png is missing": {"image": "https://example.com/a.png"},
+    "image file .*/https:/example.com/a.png is missing": {"image": "https://example.com/a.png"},  # read as a path
 }
 
 
 @pytest.mark.parametrize("message", BAD_ROWS)
 def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> None:
     """The only control token here is `<|image_pad|>`."""
-    bad_row = {"conversations": ASKED} | BAD_ROWS[message]
+    bad_row = {"conversations": CONVERSATION} | BAD_ROWS[message]
     path = write_json(tmp_path, [GOOD_ROWS[1], bad_row])
     good, bad = load_rows(str(path), str(tmp_path / "pictures"))
     check_row(good)
@@ -58,7 +59,7 @@ def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> Non
 
 
 def test_an_empty_name_is_no_picture(tmp_path: Path) -> None:
-    path = write_json(tmp_path, [{"image": "", "conversations": ASKED}])
+    path = write_json(tmp_path, [{"image": "", "conversations": CONVERSATION}])
     (row,) = load_rows(str(path))
     with pytest.raises(BadRowError, match="1 <image> marks but 0 images"):
         check_row(row)
@@ -106,7 +107,7 @@ def test_the_pattern_of_a_tokenizer_without_control_tokens_matches_no_text() -> 
 
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "../pictures2/secret.png"])
 def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path, name: str) -> None:
-    path = write_json(tmp_path, [{"image": name, "conversations": ASKED}])
+    path = write_json(tmp_path, [{"image": name, "conversations": CONVERSATION}])
     (row,) = load_rows(str(path), str(tmp_path / "pictures"))
     message = r"row 0: image .* is outside the image folder .*pictures; set one that"
     with pytest.raises(BadRowError, match=message):
@@ -117,7 +118,7 @@ def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
 def test_a_json_row_may_give_a_picture_as_a_mapping_with_its_path(tmp_path: Path, streaming: bool) -> None:
-    path = write_json(tmp_path, [{"images": [{"path": "a.png"}], "conversations": ASKED}])
+    path = write_json(tmp_path, [{"images": [{"path": "a.png"}], "conversations": CONVERSATION}])
     (row,) = load_rows(str(path), str(tmp_path / "pictures"), streaming=streaming)
     check_row(row)
     (image,) = open_images(row)
@@ -140,7 +141,7 @@ def test_paths_inside_the_folder_may_be_links_to_other_disks(tmp_path: Path) -> 
         "b/../a.png": COLOUR,
         str(pictures / "a.png"): COLOUR,
     }
-    path = write_json(tmp_path, [{"image": name, "conversations": ASKED} for name in colour_by_path])
+    path = write_json(tmp_path, [{"image": name, "conversations": CONVERSATION} for name in colour_by_path])
     rows = load_rows(str(path), str(pictures))
     for row, colour in zip(rows, colour_by_path.values(), strict=True):
         check_row(row)

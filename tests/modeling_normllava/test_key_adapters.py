@@ -31,7 +31,7 @@ FAMILIES = ("qwen2", "gemma3")
 
 def load_with_random_adapters(folder: Path) -> NormLlavaForConditionalGeneration:
     """Load a model, and add key adapters with random weights so large that the logits show their effect."""
-    model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     model = add_key_adapters(model, RANK, ALPHA, dropout=0.0).eval()
 
     generator = torch.Generator().manual_seed(0)
@@ -228,9 +228,10 @@ def test_generation_is_the_same_with_and_without_a_cache(
     model: NormLlavaForConditionalGeneration, batch: dict[str, torch.Tensor]
 ) -> None:
     """Beam search isn't compared: in transformers 5.18 it loses the pictures of any Llava if there is no cache."""
-    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6}
-    without_cache = model.generate(**batch, **options, do_sample=False, use_cache=False)
-    assert torch.equal(model.generate(**batch, **options, do_sample=False), without_cache)
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    without_cache = model.generate(**batch, **options, use_cache=False)
+    with_cache = model.generate(**batch, **options)
+    assert torch.equal(with_cache, without_cache)
 
 
 def test_a_static_cache_gives_the_same_answers(
@@ -272,11 +273,10 @@ def test_gradients_are_the_same_with_checkpointing(
     for name, gradient in expected.items():
         torch.testing.assert_close(with_checkpointing[name], gradient, msg=name)
 
-    # No row of an adapter's parameter has a gradient of zeros, so text tokens and image tokens have both been used.
+    # Both modalities have been used: in each adapter's gradients, no vector along the last dimension is zero.
     for name, gradient in expected.items():
         if ".key_adapter." in name:
-            largest_of_each_row = gradient.abs().amax(-1)
-            assert largest_of_each_row.min() > 0, name
+            assert gradient.any(dim=-1).all(), name
 
 
 def test_a_saved_folder_loads_without_this_repository(
@@ -287,6 +287,7 @@ def test_a_saved_folder_loads_without_this_repository(
     command = [sys.executable, "-c", RELOADING_PROGRAM, str(tmp_path / "saved"), str(tmp_path / "again")]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    # The picture and the question are those of the program.
     inputs = inputs_for(processor, [[Image.new("RGB", (40, 30), (10, 200, 30))]], ["What?"])
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, torch.load(tmp_path / "again" / "logits.pt"))
@@ -303,14 +304,14 @@ def test_the_command_adds_adapters_and_changes_no_weight(composed: Callable[...,
         "--alpha=6",
         "--dropout=0.1",
         "--seed=7",
-        f"--output_dir={tmp_path / 'keys'}",
+        f"--output_dir={tmp_path / 'adapted'}",
     ]
     main(options)
-    assert {path.name for path in (tmp_path / "keys").glob("*.py")} == {
+    assert {path.name for path in (tmp_path / "adapted").glob("*.py")} == {
         "configuration_normllava.py", "key_adapters.py", "modeling_normllava.py"
     }  # fmt: skip
 
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "keys", dtype="auto")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapted", dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.config.key_adapter_alpha == 6
     assert model.config.key_adapter_dropout == 0.1

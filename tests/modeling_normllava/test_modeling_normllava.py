@@ -154,7 +154,7 @@ def test_a_plain_llava_folder_is_refused(model: NormLlavaForConditionalGeneratio
 def copy_with_changed_weights(
     source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> Path:
-    """Copy a checkpoint into a folder, with the weights that `change` returns for its weights."""
+    """Copy a checkpoint into a folder, with the weights that `change` returns for the checkpoint's weights."""
     shutil.copytree(source, folder)
     weights = change(load_file(source / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -327,7 +327,7 @@ def test_a_saved_folder_loads_without_this_repository(
     source = composed(vision="clip", max_tiles=max_tiles)
     again = tmp_path / "again"
     command = [sys.executable, "-c", RELOADING_PROGRAM, str(source), str(again)]
-    # Python imports from the working directory first, so this is not the repository's root.
+    # Python imports from the working directory first, so the repository's root must not be the working directory.
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     auto_map = json.loads((again / "config.json").read_text())["auto_map"]
@@ -339,7 +339,8 @@ def test_a_saved_folder_loads_without_this_repository(
         code_files.add("processing_normllava.py")
     assert {path.name for path in again.glob("*.py")} == code_files
 
-    # Here the repository's classes are loaded, without `trust_remote_code`. The logits are those of the program.
+    # Here the repository's classes are loaded, without `trust_remote_code`. The picture and the question are those of
+    # the program, so the logits are too.
     processor = AutoProcessor.from_pretrained(source)
     inputs = inputs_for(processor, [[Image.new("RGB", (40, 30), (10, 200, 30))]], ["What?"])
     for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):

@@ -41,13 +41,14 @@ def test_a_picture_has_the_image_tokens_of_all_its_tiles(folder: Path, size: tup
     inputs = processor(images=make_picture(size), text=f"{processor.image_token} What?", return_tensors="pt")
 
     assert len(inputs["pixel_values"]) == num_tiles
-    features = torch.cat(list(model.model.get_image_features(inputs["pixel_values"]).pooler_output))
-    num_written = (inputs["input_ids"] == model.config.image_token_id).sum()
-    assert num_written == len(features) == TOKENS_PER_TILE * num_tiles
+    image_embeddings = torch.cat(model.model.get_image_features(inputs["pixel_values"]).pooler_output)
+    num_image_tokens = int((inputs["input_ids"] == model.config.image_token_id).sum())
+    assert num_image_tokens == TOKENS_PER_TILE * num_tiles
+    assert len(image_embeddings) == num_image_tokens
 
     width, height = size
     counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
-    assert counts.num_image_tokens == [num_written]
+    assert counts.num_image_tokens == [num_image_tokens]
     assert counts.num_image_patches == [num_tiles]
 
 

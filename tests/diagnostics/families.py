@@ -439,9 +439,9 @@ FAMILIES: dict[str, Family] = {
             "linear_num_value_heads": 4,
             "rope_parameters": {
                 **ROPE_OF_THREE_AXES,
-                "mrope_section": [1, 1, 0],
+                "partial_rotary_factor": 0.5,  # of each head
+                "mrope_section": [1, 1, 0],  # adds up to half of the part that is rotated
                 "mrope_interleaved": True,
-                "partial_rotary_factor": 0.5,
             },
         },
         tokens=QWEN_TOKENS,
@@ -473,7 +473,8 @@ def build(name: str) -> PreTrainedModel:
     config = deepcopy(FAMILIES[name].config)  # transformers changes the config that it is given
     model = AutoModelForImageTextToText.from_config(config).eval()
     for parameter in model.parameters():
-        # Gemma 3's projector and the second matrix of key adapters start at zero, and would hide what enters them.
+        # Gemma 3's projector and the second matrices of key adapters start at zero, and would hide what enters them.
+        # An adapter's matrices for text and image tokens are stacked, in three dimensions.
         is_matrix = parameter.ndim in (2, 3)
         if is_matrix and not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
@@ -494,7 +495,8 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
         picture = [START, *picture, END]
 
     prompt = [BOS, *words[:3], *picture, *words[3:]]
-    input_ids = torch.tensor([[TEXT["pad_token_id"]] * padding + prompt])
+    pad = TEXT["pad_token_id"]
+    input_ids = torch.tensor([[pad] * padding + prompt])
     attention_mask = torch.tensor([[0] * padding + [1] * len(prompt)])
 
     torch.manual_seed(2)  # so that the picture's random values are the same on every call

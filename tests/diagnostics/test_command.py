@@ -74,6 +74,7 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
     assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)
     assert second.summary.look("gain_drift").mean == pytest.approx(0, abs=1e-6)  # the model was not trained
     assert first.summary.look("gain_l2") is None  # without a norm module there is no gain
+    # `weights` is a fingerprint of the model's weights.
     assert first.weights is not None
     assert second.weights is not None
     assert first.weights != second.weights

@@ -1,4 +1,4 @@
-"""Tests of the Jensen-Shannon divergence: against an integral, against scipy's, and of sets alike or disjoint."""
+"""Tests of the Jensen-Shannon divergence: against an integral, against scipy's, and of equal and disjoint sets."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from scipy.stats import norm
 from diagnostics.divergence import BINS, SetPairs, histogram_divergence, jensen_shannon, measure_divergence
 
 
-# One pair of sets of groups: the set of group 0, and the set of group 1.
+# Each point belongs to a group. This is one pair of sets of groups: group 0 alone, and group 1 alone.
 TWO_GROUPS: SetPairs = (np.array([[True, False]]), np.array([[False, True]]))
 
 

@@ -44,7 +44,8 @@ def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> No
             if picture_of_group[groups[i]] == picture_of_group[groups[j]]:
                 continue
             for bandwidth in BANDWIDTHS:
-                kernels.append(np.exp(-squared_distance(i, j) / (bandwidth * mean_squared_distance)))
+                scale = bandwidth * mean_squared_distance
+                kernels.append(np.exp(-squared_distance(i, j) / scale))
         return float(np.mean(kernels))
 
     within_modalities = mean_kernel(image_tokens, image_tokens) + mean_kernel(text_tokens, text_tokens)
@@ -65,7 +66,7 @@ def test_the_linear_probe_finds_the_modality_of_tokens_that_lie_apart() -> None:
 
 
 def test_the_linear_probe_keeps_all_tokens_of_a_picture_in_one_fold() -> None:
-    """All tokens of a group have the same keys, which tell nothing of other groups.
+    """All tokens of a group have the same key, which tells nothing of other groups.
 
     If a picture's tokens were in several folds, the linear probe would know all groups, and its accuracy would be 1.
     """
@@ -183,7 +184,7 @@ def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -
         mmds.append(estimates["mmd"].mean)
         floors.append(estimates["mmd_halves"].mean)
 
-    # The mean of 20 estimates is 0 within three standard errors. Pairs of tokens of one picture would make it 0.03.
+    # The mean of 20 estimates is 0 within three standard errors. With pairs of tokens of one picture it would be 0.03.
     standard_error = np.std(mmds) / np.sqrt(20)
     assert abs(np.mean(mmds)) < 3 * standard_error
     # Modalities differ only as halves of the pictures do, so most of the estimates, but not all, are below the floor.
@@ -196,7 +197,7 @@ def test_one_picture_is_not_measured(record: Record) -> None:
     assert measure_space("keys", draw_records(record, generator, num_pictures=1)) is None
 
 
-def test_nine_of_ten_intervals_of_mmd_hold_its_mean(record: Record) -> None:
+def test_more_than_nine_of_ten_intervals_of_mmd_hold_the_mean_of_all(record: Record) -> None:
     """With pairs of tokens within a picture, the mean would lie above the interval."""
     generator = torch.Generator().manual_seed(0)
     estimates = []

@@ -94,9 +94,8 @@ def test_if_no_row_can_be_read_the_error_names_the_first(colours: Path) -> None:
     """After `MAX_UNREADABLE` unreadable rows, no more rows are tried."""
     broken_pictures = ["broken.png"] * (2 * MAX_UNREADABLE)
     data = write_rows(colours, *broken_pictures)
-    with pytest.raises(
-        DiagnosticsError, match=rf"can't be read: {MAX_UNREADABLE}, the first: .*row 0: image .*broken\.png"
-    ):
+    message = rf"can't be read: {MAX_UNREADABLE}, the first: .*row 0: image .*broken\.png"
+    with pytest.raises(DiagnosticsError, match=message):
         load_questions(data, 2)
 
 

@@ -72,8 +72,7 @@ def test_no_answer_is_likelier_than_the_likeliest(
 def make_template(before_text: str = "", get_text: str = "message.content[-1].text", end_of_turn: str = "") -> str:
     """A chat template that writes a turn as its role, `before_text`, its text and `end_of_turn`.
 
-    With the defaults, a question is written as "<user>What?". `get_text` is the Jinja expression with which the template
-    gets a turn's text.
+    With the defaults, a question is written as "<user>What?". `get_text` is the Jinja expression for a turn's text.
     """
     turn = "<{{ message.role }}>" + before_text + "{{ " + get_text + " }}" + end_of_turn
     turns = "{% for message in messages %}" + turn + "{% endfor %}"
@@ -109,7 +108,7 @@ def test_no_deprecated_argument_is_used(
         distributions(model, read_prompt(model, inputs), [answer])
 
 
-# The tokenizer has two special tokens: <|im_end|>, which is its end token, and <|im_start|>.
+# Both <|im_end|> and <|im_start|> are special tokens of the tokenizer. <|im_end|> is its end token.
 @pytest.mark.parametrize(
     ("template", "expected"),
     [

@@ -152,7 +152,7 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     assert patch_of_largest_weight == (row, column)
     assert relative_weights(word_map)[0, row, column] > 1.5  # clearly more than the mean, which is 1
 
-    # The map's picture is the picture before normalization, except for rounding.
+    # The map's picture is what the model got, before normalization. It differs only by rounding.
     differences = np.asarray(word_map.picture, dtype=int) - pixels
     assert np.abs(differences).max() <= 1
 

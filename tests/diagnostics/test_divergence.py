@@ -128,7 +128,7 @@ def test_the_floor_tells_modalities_that_are_alike_from_modalities_that_are_apar
     halves = split_pictures(rng, num_splits=50)
     heads_alike = rng.normal(size=(3, len(GROUPS), 8))  # [num_heads, num_tokens, head_dim]
     heads_apart = heads_alike.copy()
-    heads_apart[:, GROUPS >= NUM_PICTURES] += 2
+    heads_apart[:, GROUPS >= NUM_PICTURES] += 2  # text tokens
 
     alike = measure_divergence(heads_alike, GROUPS, IMAGE_AND_TEXT, halves)
     assert alike["jsd"] < alike["jsd_halves"] < 0.1

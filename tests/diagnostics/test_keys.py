@@ -90,7 +90,7 @@ def record() -> Record:
     return record_sample(build("llava-siglip"), inputs("llava-siglip"))
 
 
-def set_vectors(
+def with_vectors(
     record: Record, image_vectors: torch.Tensor, text_vectors: torch.Tensor, space: str = "keys"
 ) -> Record:
     """A copy of the record with a single layer, which has these vectors as its keys or values.
@@ -131,7 +131,7 @@ def test_modalities_that_are_alike_have_no_distance(record: Record) -> None:
     for _ in range(8):
         image_vectors = draw_vectors(NUM_IMAGE_TOKENS, generator)
         text_vectors = draw_vectors(NUM_TEXT_TOKENS, generator)
-        records.append(set_vectors(record, image_vectors, text_vectors))
+        records.append(with_vectors(record, image_vectors, text_vectors))
 
     estimates = measure_only_layer(records)
     assert estimates["tokens"].mean == 8 * NUM_TEXT_TOKENS  # all text tokens, and as many image tokens
@@ -145,7 +145,7 @@ def test_modalities_that_lie_apart_have_a_distance(record: Record) -> None:
     for _ in range(8):
         image_vectors = draw_vectors(NUM_IMAGE_TOKENS, generator) + 3
         text_vectors = draw_vectors(NUM_TEXT_TOKENS, generator)
-        records.append(set_vectors(record, image_vectors, text_vectors, space="values"))
+        records.append(with_vectors(record, image_vectors, text_vectors, space="values"))
 
     estimates = measure_only_layer(records, space="values")
     assert estimates["mmd"].mean > 0.2
@@ -171,7 +171,7 @@ def draw_records(
         noise = 0.3 * torch.randn(num_heads, NUM_IMAGE_TOKENS, head_dim, generator=generator)
         image_vectors = image_place + noise + shift
         text_vectors = text_place.expand(num_heads, NUM_TEXT_TOKENS, head_dim)
-        records.append(set_vectors(record, image_vectors, text_vectors))
+        records.append(with_vectors(record, image_vectors, text_vectors))
     return records
 
 

@@ -72,7 +72,7 @@ def test_each_token_of_a_family_gets_its_type(name: str) -> None:
     assert tokens.text.sum() == 3 + 9  # the words before and after the picture
     assert tokens.excluded["padding"].sum() == 3
 
-    num_boundaries = 2 if FAMILIES[name].boundaries else 0
+    num_boundaries = 2 if FAMILIES[name].has_boundaries else 0
     assert tokens.excluded["special"].sum() == 1 + num_boundaries  # the 1 is BOS
 
 

@@ -30,7 +30,7 @@ def draw_shares(rng: np.random.Generator) -> pd.DataFrame:
 
 
 def draw_difference(rng: np.random.Generator) -> pd.DataFrame:
-    """Rows of the difference of two models with means 4 and 1. A picture changes both models' values alike."""
+    """Rows of a second model minus a first model, with means 4 and 1. A picture changes both models' values alike."""
     shape = (12, NUM_EXPERIMENTS)
     effect_of_picture = rng.normal(0, 5, shape)
     first = make_rows("x", effect_of_picture + rng.normal(1, 1, shape), layers=EXPERIMENTS)

@@ -396,7 +396,7 @@ def started_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run_digits(folder: Path, fingerprint: str = "fingerprint", settings: Settings = SETTINGS) -> TaskResult:
-    """Run the digits on a model in this folder, unless the folder holds its result with these settings."""
+    """Run the digits on a model in this folder, unless the folder already holds this result."""
     return command_line.run_task(DIGITS, make_model(folder, fingerprint), settings)
 
 

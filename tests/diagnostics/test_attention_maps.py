@@ -33,7 +33,7 @@ ANSWER = "It is sea green."
 
 
 def make_messages(picture: Image.Image, question: str, answer: str) -> list[dict[str, Any]]:
-    """A question about a picture and its answer, as chat messages."""
+    """A question about a picture, and the answer, as chat messages."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
     return [
         {"role": "user", "content": content},

@@ -32,7 +32,7 @@ def make_turns(question: str, answer: str) -> list[dict[str, str]]:
 
 @pytest.fixture
 def data(tmp_path: Path, picture: Image.Image) -> Path:
-    """A JSON file with each of `QUESTIONS` about its own picture, and with one question without a picture."""
+    """A JSON file with one question without a picture, and with `QUESTIONS`, each about another picture."""
     rows: list[dict[str, Any]] = [{"conversations": make_turns("no picture", "none")}]
     for number, question in enumerate(QUESTIONS):
         picture.rotate(90 * number).save(tmp_path / f"{number}.png")

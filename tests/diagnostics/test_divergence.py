@@ -20,7 +20,9 @@ def divergence_of_normals(distance: float) -> float:
         first = norm.pdf(x)
         second = norm.pdf(x, distance)
         mixture = (first + second) / 2
-        return (first * np.log2(first / mixture) + second * np.log2(second / mixture)) / 2
+        from_first = first * np.log2(first / mixture)
+        from_second = second * np.log2(second / mixture)
+        return (from_first + from_second) / 2
 
     # Both densities are practically 0 beyond eight deviations from their means.
     return quad(integrand, -8, distance + 8, limit=200)[0]

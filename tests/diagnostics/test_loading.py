@@ -155,7 +155,7 @@ def test_data_may_be_one_picture(tmp_path: Path) -> None:
 
 def test_a_picture_that_pillow_has_no_decoder_for_is_unreadable(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.avif")
-    # HEIC files begin with a size of four bytes and this mark.
+    # A HEIC file begins with a size of four bytes and "ftypheic".
     (tmp_path / "b.heic").write_bytes(bytes(4) + b"ftypheic")
     chosen = load_questions(tmp_path, 4)
 

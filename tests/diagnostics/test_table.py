@@ -122,5 +122,5 @@ def test_means_over_thirds_of_the_layers(num_layers: int, means: dict[str, float
     """
     gaps = np.arange(4)[:, None] + np.arange(num_layers)  # [num_pictures, num_layers]
     frame = Summary.of(make_rows("gap", gaps, layers=range(num_layers))).frame
-    over_thirds = frame[frame["measure"] != "gap"]  # these measures are named "gap, first third" and so on
+    over_thirds = frame[frame["measure"] != "gap"]  # named "gap, first third" and so on
     assert dict(zip(over_thirds["measure"], over_thirds["mean"], strict=True)) == pytest.approx(means)

@@ -184,7 +184,7 @@ def test_a_norm_has_no_place_if_the_updates_are_not_known() -> None:
     assert place_norm(Estimate(1.5, 1.0, 2.0), None, None) is None
 
 
-# At the smallest dose, image tokens may be so small that the eps of RMSNorm makes its output smaller.
+# At the smallest dose, image tokens may be so small that eps makes RMSNorm's output smaller.
 TOKEN = np.array([3.0, 4.0])  # its norm is 5
 
 

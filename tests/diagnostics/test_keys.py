@@ -59,7 +59,7 @@ def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> No
 
 def test_the_linear_probe_finds_the_modality_of_tokens_that_lie_apart() -> None:
     rng = np.random.default_rng(3)
-    groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
+    groups = np.arange(200) % 20  # 0 to 9 are the image tokens of ten pictures, 10 to 19 their text tokens
     points = rng.normal(size=(200, 3))
     points[groups < 10] += 5
     assert linear_probe(points, groups, num_pictures=10) == 1
@@ -70,7 +70,7 @@ def test_the_linear_probe_keeps_all_tokens_of_a_picture_in_one_fold() -> None:
 
     If a picture's tokens were in several folds, the linear probe would know all groups, and its accuracy would be 1.
     """
-    groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
+    groups = np.arange(200) % 20  # 0 to 9 are the image tokens of ten pictures, 10 to 19 their text tokens
     points = np.eye(20)[groups]
     assert 0.3 < linear_probe(points, groups, num_pictures=10) < 0.7  # 0.5 is chance
 
@@ -102,10 +102,11 @@ def with_vectors(
         space: `"keys"` or `"values"`.
     """
     num_heads, _, head_dim = image_vectors.shape
-    length = len(record.tokens.visual)
+    types = record.tokens_with_sinks
+    length = len(types.visual)
     vectors = torch.zeros(num_heads, length, head_dim)
-    vectors[:, record.tokens_with_sinks.visual] = image_vectors
-    vectors[:, record.tokens_with_sinks.text] = text_vectors
+    vectors[:, types.visual] = image_vectors
+    vectors[:, types.text] = text_vectors
     return dataclasses.replace(record, **{space: {0: vectors}}, key_positions=torch.arange(length))
 
 

@@ -76,8 +76,8 @@ def make_samples(task: str, metric_inputs: list[Any]) -> list[dict[str, Any]]:
     return [make_sample(number, **{metric: metric_input}) for number, metric_input in enumerate(metric_inputs)]
 
 
-# What MMBench's metric is given. The answer "A" is right for question 0 in both orders of the options, and for question
-# 1 only in the first order.
+# What MMBench's metric is given. The answer "A" is right for question 0 in both orders of the options, and for
+# question 1 only in the first order.
 MMBENCH_INPUTS = [
     {"index": 0, "prediction": " a.", "answer": "A"},
     {"index": 1_000_000, "prediction": " a.", "answer": "A"},

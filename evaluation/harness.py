@@ -114,7 +114,7 @@ def describe_run(benchmark: Benchmark, model: Model, settings: Settings) -> dict
         importlib.metadata.PackageNotFoundError: if the harness is not installed.
     """
     # Our own task files can change at any time. The paper's benchmarks change only with the harness's version.
-    task_files: str | bool = False
+    task_files: str | bool = False  # the benchmark has none here
     if benchmark in OURS:
         task_files = fingerprint(hash_files(TASKS, "[!.]*"))  # all but hidden files
 

@@ -51,8 +51,8 @@ class Evaluation:
 def write_evaluations(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     """Add results to a model's `evaluation.json`.
 
-    An earlier row is replaced if a new row measures the same. Of the remaining rows, those of other weights are
-    removed, and those that name no weights are kept: users may have added them by hand.
+    An earlier row is replaced if a new row measures the same, and removed if it names other weights. Rows of the same
+    weights are kept. So are rows that name no weights, because users may have added them by hand.
     """
     path = folder / EVALUATION_FILE
     earlier_rows = []

@@ -40,7 +40,7 @@ class TaskResult(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Where a task's rows come from, as the harness's report says."""
+    """Where a task's rows come from, as the harness's report says. `dataset_name` is the dataset's configuration."""
 
     dataset_path: str | None = None
     dataset_name: str | None = None
@@ -164,7 +164,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def describe_dataset(report: Report, benchmark: Benchmark) -> str:
-    """The Hub id of a task's dataset, with its configuration if all rows have the same; the title for our own rows."""
+    """The Hub id of a task's dataset, with the configuration unless there are several; the title for our own rows."""
     first_config, *other_configs = report.configs.values()
     hub_id = first_config.dataset_path or ""
     if "/" not in hub_id:  # our own rows are local files, and their `dataset_path` is "json"

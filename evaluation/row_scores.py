@@ -34,7 +34,7 @@ def read_row_scores(benchmark: Benchmark, score: float, samples: Sequence[dict[s
     Args:
         benchmark: The task.
         score: The score that the harness reports for the task, as a fraction of 1.
-        samples: The entries of the harness's row logs.
+        samples: The entries of the harness's row logs. Entries without the benchmark's metric don't count.
 
     Returns:
         The scores, 0 to 1. `None` if the mean of the groups' means is not the reported score, if two entries are of
@@ -120,8 +120,8 @@ def mean_and_error(scores: pd.Series) -> tuple[float, float | None]:
     groups = scores.groupby("group").agg(["mean", "var", "size"])
     mean = float(groups["mean"].mean())
 
-    # The variance of a single row is NaN, which makes the sum NaN.
-    sum_of_variances = (groups["var"] / groups["size"]).sum(skipna=False)
-    if isnan(sum_of_variances) or sum_of_variances == 0:
+    variances_of_means = groups["var"] / groups["size"]  # NaN for a single row
+    variance_of_sum = variances_of_means.sum(skipna=False)  # of the sum of the groups' means
+    if isnan(variance_of_sum) or variance_of_sum == 0:
         return mean, None
-    return mean, sqrt(sum_of_variances) / len(groups)
+    return mean, sqrt(variance_of_sum) / len(groups)

@@ -49,7 +49,7 @@ VISION: dict[str, Any] = {
     "patch_size": 7,
 }
 NUM_PATCHES = 4 * 4  # 28 / 7 on each side
-NUM_MERGED = 2 * 2  # number of image tokens in families that merge 2 x 2 patches to one
+NUM_MERGED = NUM_PATCHES // 4  # number of image tokens in families that merge 2 x 2 patches to one
 
 # Sizes of the vision encoders that take a picture as the patches of a grid of any size.
 GRID_VISION: dict[str, Any] = {
@@ -63,7 +63,7 @@ GRID_VISION: dict[str, Any] = {
     "out_hidden_size": 32,
 }
 GRID = torch.tensor([[1, 4, 6]])  # number of patches along time, height and width
-NUM_MERGED_OF_GRID = 2 * 3  # number of image tokens: 2 x 2 patches are merged to one
+NUM_MERGED_OF_GRID = 4 * 6 // 4  # number of image tokens: 2 x 2 patches are merged to one
 
 # Rotary embedding with positions in time, height and width, as in Qwen2-VL. The sections add up to half a head's size.
 ROPE_OF_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
@@ -92,14 +92,14 @@ class Family:
         make_picture: A function that returns what the family's image processor would return for one picture.
         num_image_tokens: Number of image tokens of one picture.
         token_types: Name of the input that marks image tokens, if the family has one.
-        boundaries: Whether a picture stands between the tokens `START` and `END`.
+        has_boundaries: Whether a picture stands between the tokens `START` and `END`.
     """
 
     config: Any
     make_picture: Callable[[], dict[str, torch.Tensor]]
     num_image_tokens: int
     token_types: str | None = None
-    boundaries: bool = False
+    has_boundaries: bool = False
 
 
 def make_config(model_type: str, **fields: Any) -> Any:
@@ -127,7 +127,7 @@ def llava_config(vision: str, model_type: str = "llava", **fields: Any) -> Any:
     return make_config(model_type, **{**defaults, **fields})
 
 
-def square_picture(tiles: int | None = None, **extra: torch.Tensor) -> Callable[[], dict[str, torch.Tensor]]:
+def square_picture_maker(tiles: int | None = None, **extra: torch.Tensor) -> Callable[[], dict[str, torch.Tensor]]:
     """A function that makes a picture of 28 x 28 pixels.
 
     Args:
@@ -143,7 +143,7 @@ def square_picture(tiles: int | None = None, **extra: torch.Tensor) -> Callable[
     return make_picture
 
 
-def grid_picture(*patch_shape: int) -> Callable[[], dict[str, torch.Tensor]]:
+def grid_picture_maker(*patch_shape: int) -> Callable[[], dict[str, torch.Tensor]]:
     """A function that makes a picture as the patches of `GRID`, each of this shape."""
     num_patches = int(GRID.prod())
 
@@ -184,7 +184,7 @@ def tiled_family(vision: str, model_type: str, **fields: Any) -> Family:
     return Family(
         config=llava_config(vision, model_type, image_grid_pinpoints=resolutions, **fields),
         # Three squares of 28 x 28 pixels: the whole picture made smaller, and two tiles.
-        make_picture=square_picture(tiles=3, image_sizes=torch.tensor([[28, 56]])),
+        make_picture=square_picture_maker(tiles=3, image_sizes=torch.tensor([[28, 56]])),
         num_image_tokens=NUM_PATCHES + num_rows * num_columns + num_newlines,
     )
 
@@ -200,10 +200,10 @@ def grid_family(model_type: str, vision: dict[str, Any], text: dict[str, Any], t
     """
     return Family(
         config=make_config(model_type, vision_config=vision, text_config={**TEXT, **text}, **tokens),
-        make_picture=grid_picture(3 * 2 * 4 * 4),  # channels, time, height and width of a patch
+        make_picture=grid_picture_maker(3 * 2 * 4 * 4),  # channels, time, height and width of a patch
         num_image_tokens=NUM_MERGED_OF_GRID,
         token_types="mm_token_type_ids",
-        boundaries=True,
+        has_boundaries=True,
     )
 
 
@@ -211,17 +211,17 @@ FAMILIES: dict[str, Family] = {
     # A vision encoder, an MLP and a decoder.
     "llava-clip": Family(
         config=llava_config("clip_vision_model"),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_PATCHES,
     ),
     "llava-siglip": Family(
         config=llava_config("siglip_vision_model", vision_feature_select_strategy="full"),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_PATCHES,
     ),
     "vipllava": Family(
         config=llava_config("clip_vision_model", "vipllava", vision_feature_layers=[-1, -2]),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_PATCHES,
     ),
     "normllava": Family(
@@ -231,7 +231,7 @@ FAMILIES: dict[str, Family] = {
             vision_feature_select_strategy="full",
             projector_norm_target=0.4,
         ),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_PATCHES,
     ),
     "normllava, key adapters, qk-norm": Family(
@@ -243,7 +243,7 @@ FAMILIES: dict[str, Family] = {
             key_adapter_rank=4,
             text_config=text_config("qwen3", head_dim=8),
         ),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_PATCHES,
     ),
     "deepseek_vl": Family(
@@ -253,7 +253,7 @@ FAMILIES: dict[str, Family] = {
             text_config=text_config("llama"),
             image_token_id=IMAGE,
         ),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_PATCHES,
     ),
     "paligemma": Family(
@@ -266,7 +266,7 @@ FAMILIES: dict[str, Family] = {
             vocab_size=VOCAB,
             image_token_index=IMAGE,
         ),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_PATCHES,
         token_types="token_type_ids",
     ),
@@ -282,7 +282,7 @@ FAMILIES: dict[str, Family] = {
             scale_factor=2,
             image_token_id=IMAGE,
         ),
-        make_picture=square_picture(tiles=1),
+        make_picture=square_picture_maker(tiles=1),
         num_image_tokens=NUM_MERGED,
     ),
     "smolvlm": Family(
@@ -293,7 +293,7 @@ FAMILIES: dict[str, Family] = {
             scale_factor=2,
             image_token_id=IMAGE,
         ),
-        make_picture=square_picture(tiles=1),
+        make_picture=square_picture_maker(tiles=1),
         num_image_tokens=NUM_MERGED,
     ),
     "internvl": Family(
@@ -304,7 +304,7 @@ FAMILIES: dict[str, Family] = {
             image_seq_length=NUM_MERGED,
             image_token_id=IMAGE,
         ),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_MERGED,
     ),
     "mistral3": Family(
@@ -315,7 +315,7 @@ FAMILIES: dict[str, Family] = {
             spatial_merge_size=2,
             image_token_index=IMAGE,
         ),
-        make_picture=square_picture(image_sizes=torch.tensor([[28, 28]])),
+        make_picture=square_picture_maker(image_sizes=torch.tensor([[28, 28]])),
         num_image_tokens=NUM_MERGED,
     ),
     "lighton_ocr": Family(
@@ -326,7 +326,7 @@ FAMILIES: dict[str, Family] = {
             spatial_merge_size=2,
             image_token_id=IMAGE,
         ),
-        make_picture=square_picture(image_sizes=torch.tensor([[28, 28]])),
+        make_picture=square_picture_maker(image_sizes=torch.tensor([[28, 28]])),
         num_image_tokens=NUM_MERGED,
     ),
     "cohere2_vision": Family(
@@ -337,7 +337,7 @@ FAMILIES: dict[str, Family] = {
             alignment_intermediate_size=48,
             image_token_id=IMAGE,
         ),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_MERGED,
     ),
     "lfm2_vl": Family(  # the second layer of its decoder has no attention
@@ -370,10 +370,10 @@ FAMILIES: dict[str, Family] = {
             boi_token_index=START,
             eoi_token_index=END,
         ),
-        make_picture=square_picture(),
+        make_picture=square_picture_maker(),
         num_image_tokens=NUM_MERGED,
         token_types="token_type_ids",
-        boundaries=True,
+        has_boundaries=True,
     ),
     "gemma4": Family(
         config=make_config(
@@ -406,7 +406,7 @@ FAMILIES: dict[str, Family] = {
         make_picture=gemma4_picture,
         num_image_tokens=NUM_MERGED,
         token_types="mm_token_type_ids",
-        boundaries=True,
+        has_boundaries=True,
     ),
     # The picture is a grid of any size, and its patches are merged.
     "qwen2_vl": grid_family(
@@ -439,9 +439,9 @@ FAMILIES: dict[str, Family] = {
             "linear_num_value_heads": 4,
             "rope_parameters": {
                 **ROPE_OF_THREE_AXES,
-                "mrope_section": [1, 1, 0],
+                "partial_rotary_factor": 0.5,  # of each head
+                "mrope_section": [1, 1, 0],  # adds up to half of the part that is rotated
                 "mrope_interleaved": True,
-                "partial_rotary_factor": 0.5,
             },
         },
         tokens=QWEN_TOKENS,
@@ -459,10 +459,10 @@ FAMILIES: dict[str, Family] = {
             text_config={**TEXT, "head_dim": 8, "rope_parameters": ROPE_OF_THREE_AXES},
             **QWEN_TOKENS,
         ),
-        make_picture=grid_picture(3, 7, 7),
+        make_picture=grid_picture_maker(3, 7, 7),
         num_image_tokens=NUM_MERGED_OF_GRID,
         token_types="mm_token_type_ids",
-        boundaries=True,
+        has_boundaries=True,
     ),
 }
 
@@ -473,7 +473,8 @@ def build(name: str) -> PreTrainedModel:
     config = deepcopy(FAMILIES[name].config)  # transformers changes the config that it is given
     model = AutoModelForImageTextToText.from_config(config).eval()
     for parameter in model.parameters():
-        # Gemma 3's projector and the second matrix of key adapters start at zero, and would hide what enters them.
+        # Gemma 3's projector and the second matrices of key adapters start at zero, and would hide what enters them.
+        # An adapter's matrices for text and image tokens are stacked, in three dimensions.
         is_matrix = parameter.ndim in (2, 3)
         if is_matrix and not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
@@ -483,18 +484,19 @@ def build(name: str) -> PreTrainedModel:
 def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
     """One sample: BOS, three words, a picture, nine words. A word is one token.
 
-    In a family with `boundaries`, the picture stands between `START` and `END`. `padding` is the number of padding
+    In a family with `has_boundaries`, the picture stands between `START` and `END`. `padding` is the number of padding
     tokens before BOS.
     """
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(10, 150, (12,), generator=generator).tolist()  # no special token has an id from 10 to 149
     picture = [IMAGE] * family.num_image_tokens
-    if family.boundaries:
+    if family.has_boundaries:
         picture = [START, *picture, END]
 
     prompt = [BOS, *words[:3], *picture, *words[3:]]
-    input_ids = torch.tensor([[TEXT["pad_token_id"]] * padding + prompt])
+    pad = TEXT["pad_token_id"]
+    input_ids = torch.tensor([[pad] * padding + prompt])
     attention_mask = torch.tensor([[0] * padding + [1] * len(prompt)])
 
     torch.manual_seed(2)  # so that the picture's random values are the same on every call

@@ -69,37 +69,32 @@ def test_no_answer_is_likelier_than_the_likeliest(
         assert scores[best] == pytest.approx(max(scores), abs=1e-4)
 
 
-def make_template(before_text: str = "", text: str = "message.content[-1].text", end_of_turn: str = "") -> str:
+def make_template(before_text: str = "", get_text: str = "message.content[-1].text", end_of_turn: str = "") -> str:
     """A chat template that writes a turn as its role, `before_text`, its text and `end_of_turn`.
 
-    With the defaults, a question is written as "<user>What?".
-
-    Args:
-        before_text: What the template writes before the text.
-        text: The expression with which the template gets the text of a message.
-        end_of_turn: What the template writes after the text.
+    With the defaults, a question is written as "<user>What?". `get_text` is the Jinja expression for a turn's text.
     """
-    turn = "<{{ message.role }}>" + before_text + "{{ " + text + " }}" + end_of_turn
+    turn = "<{{ message.role }}>" + before_text + "{{ " + get_text + " }}" + end_of_turn
     turns = "{% for message in messages %}" + turn + "{% endfor %}"
     return turns + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 class NewModel(torch.nn.Module):
-    """A model that takes a cache by its new name, as transformers' own models do."""
+    """A model whose argument for the cache has the new name, as in transformers' own models."""
 
     def forward(self, input_ids: Any = None, cache: Any = None) -> None:
         """Does nothing."""
 
 
 class OldModel(torch.nn.Module):
-    """A model that takes a cache by its old name, as models of older versions of transformers do."""
+    """A model whose argument for the cache has the old name, as in models of older versions of transformers."""
 
     def forward(self, input_ids: Any = None, past_key_values: Any = None) -> None:
         """Does nothing."""
 
 
 @pytest.mark.parametrize(("model", "name"), [(NewModel(), "cache"), (OldModel(), "past_key_values")])
-def test_a_model_gets_its_cache_by_the_name_that_it_has(model: Any, name: str) -> None:
+def test_the_name_of_a_models_cache_argument_is_found(model: Any, name: str) -> None:
     assert cache_argument(model) == name
 
 
@@ -107,12 +102,13 @@ def test_no_deprecated_argument_is_used(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     inputs = encode_prompts(AutoProcessor.from_pretrained(composed()), [make_prompt("What?", picture)])
+    answer = [1, 2, 3]  # any token ids
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        distributions(model, read_prompt(model, inputs), [[1, 2, 3]])
+        distributions(model, read_prompt(model, inputs), [answer])
 
 
-# The tokenizer has two special tokens: <|im_end|>, which is its end token, and <|im_start|>.
+# Both <|im_end|> and <|im_start|> are special tokens of the tokenizer. <|im_end|> is its end token.
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -143,7 +139,7 @@ def test_no_deprecated_argument_is_used(
         ),
         pytest.param(
             # For an answer, this adds a string to a list, which fails in Jinja as in Python.
-            make_template(text="(message.content if message.role == 'user' else message.content + '') | string"),
+            make_template(get_text="(message.content if message.role == 'user' else message.content + '') | string"),
             "cat<|im_end|>",
             id="the template fails, because the answer's content is a list",
         ),

@@ -1,4 +1,4 @@
-"""Tests of attention maps: against transformers' own attention, and of models that are made to look at one patch."""
+"""Tests of attention maps: against transformers' own attention, and with models that are made to look at one patch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ ANSWER = "It is sea green."
 
 
 def make_messages(picture: Image.Image, question: str, answer: str) -> list[dict[str, Any]]:
-    """A question about a picture and its answer, as chat messages."""
+    """A question about a picture, and the answer, as chat messages."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
     return [
         {"role": "user", "content": content},
@@ -137,7 +137,7 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     processor.image_processor.size = size
     processor.image_processor.crop_size = size  # CLIP's and DINOv2's image processors crop after they resize
 
-    # A black picture, and a copy with one orange patch.
+    # A black picture, and a copy with one orange patch, in row `row` and column `column`.
     black_pixels = np.zeros((size["height"], size["width"], 3), dtype=np.uint8)
     pixels = black_pixels.copy()
     patch_rows = slice(row * PATCH, (row + 1) * PATCH)
@@ -148,11 +148,11 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
 
     word_map = attention_map(model, processor, picture, "which is z?", "z", layers=[0])
     assert word_map.weights.shape == (1, num_rows, num_columns)
-    largest = np.unravel_index(word_map.weights[0].argmax(), (num_rows, num_columns))
-    assert largest == (row, column)
+    patch_of_largest_weight = np.unravel_index(word_map.weights[0].argmax(), (num_rows, num_columns))
+    assert patch_of_largest_weight == (row, column)
     assert relative_weights(word_map)[0, row, column] > 1.5  # clearly more than the mean, which is 1
 
-    # The map's picture is the picture before normalization, except for rounding.
+    # The map's picture is what the model got, before normalization. It differs only by rounding.
     differences = np.asarray(word_map.picture, dtype=int) - pixels
     assert np.abs(differences).max() <= 1
 
@@ -189,8 +189,8 @@ def test_merged_and_tiled_pictures_are_refused(name: str) -> None:
     family = FAMILIES[name]
     model: Any = SimpleNamespace(config=family.config)  # `find_grid` reads only the model's config
     pixel_values = family.make_picture()["pixel_values"]
-    expected = f"its {family.num_image_tokens} image tokens are not one for each patch"
-    with pytest.raises(DiagnosticsError, match=expected):
+    message = f"its {family.num_image_tokens} image tokens are not one for each patch"
+    with pytest.raises(DiagnosticsError, match=message):
         find_grid(model, pixel_values, family.num_image_tokens)
 
 

@@ -32,7 +32,7 @@ def make_turns(question: str, answer: str) -> list[dict[str, str]]:
 
 @pytest.fixture
 def data(tmp_path: Path, picture: Image.Image) -> Path:
-    """A JSON file with each of `QUESTIONS` about its own picture, and with one question without a picture."""
+    """A JSON file with one question without a picture, and with `QUESTIONS`, each about another picture."""
     rows: list[dict[str, Any]] = [{"conversations": make_turns("no picture", "none")}]
     for number, question in enumerate(QUESTIONS):
         picture.rotate(90 * number).save(tmp_path / f"{number}.png")
@@ -74,6 +74,7 @@ def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data
     assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)
     assert second.summary.look("gain_drift").mean == pytest.approx(0, abs=1e-6)  # the model was not trained
     assert first.summary.look("gain_l2") is None  # without a norm module there is no gain
+    # `weights` is a fingerprint of the model's weights.
     assert first.weights is not None
     assert second.weights is not None
     assert first.weights != second.weights

@@ -18,6 +18,7 @@ from diagnostics.recording import prepare_inputs, record_questions
 from diagnostics.table import COLUMNS
 
 
+# The type of the fixture `composed`, which makes a small model and returns its folder.
 Composed = Callable[..., Path]
 
 
@@ -76,7 +77,7 @@ def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
     assert means.tolist() == pytest.approx(measured.frame()["mean"].tolist(), nan_ok=True)
     assert len(pd.read_csv(tmp_path / "rows.csv")) == len(measured.rows)
 
-    # Printed, a comparison has the lines of the report's box.
+    # Printed, a comparison has the lines at the top of the report.
     assert "\nmine:\n- Image embeddings enter with " in str(measured)
 
 
@@ -87,11 +88,12 @@ def test_the_frame_has_means_of_the_rows(composed: Composed, pictures: list[Imag
     frame = measured.frame()
     assert not frame.duplicated(["model", "measure", "modality", "layer"]).any()
 
-    turning = frame[(frame["measure"] == "turning") & frame["layer"].notna()]
-    assert (turning["n"] == 3).all()
+    # The measure "turning" has a value for each layer. The frame also has means over layers.
+    frame_of_turning = frame[(frame["measure"] == "turning") & frame["layer"].notna()]
+    assert (frame_of_turning["n"] == 3).all()
+    means = frame_of_turning.set_index(["model", "layer", "modality"])["mean"]
     rows_of_turning = measured.rows[measured.rows["measure"] == "turning"]
     expected = rows_of_turning.groupby(["model", "layer", "modality"])["value"].mean()
-    means = turning.set_index(["model", "layer", "modality"])["mean"]
     assert means.to_dict() == pytest.approx(expected.to_dict())
 
 

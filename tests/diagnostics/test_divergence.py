@@ -1,4 +1,4 @@
-"""Tests of the Jensen-Shannon divergence: against an integral, against scipy's, and of sets alike or disjoint."""
+"""Tests of the Jensen-Shannon divergence: against an integral, against scipy's, and of equal and disjoint sets."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from scipy.stats import norm
 from diagnostics.divergence import BINS, SetPairs, histogram_divergence, jensen_shannon, measure_divergence
 
 
-# One pair of sets of groups: the set of group 0, and the set of group 1.
+# Each point belongs to a group. This is one pair of sets of groups: group 0 alone, and group 1 alone.
 TWO_GROUPS: SetPairs = (np.array([[True, False]]), np.array([[False, True]]))
 
 
@@ -20,7 +20,9 @@ def divergence_of_normals(distance: float) -> float:
         first = norm.pdf(x)
         second = norm.pdf(x, distance)
         mixture = (first + second) / 2
-        return (first * np.log2(first / mixture) + second * np.log2(second / mixture)) / 2
+        from_first = first * np.log2(first / mixture)
+        from_second = second * np.log2(second / mixture)
+        return (from_first + from_second) / 2
 
     # Both densities are practically 0 beyond eight deviations from their means.
     return quad(integrand, -8, distance + 8, limit=200)[0]
@@ -128,7 +130,7 @@ def test_the_floor_tells_modalities_that_are_alike_from_modalities_that_are_apar
     halves = split_pictures(rng, num_splits=50)
     heads_alike = rng.normal(size=(3, len(GROUPS), 8))  # [num_heads, num_tokens, head_dim]
     heads_apart = heads_alike.copy()
-    heads_apart[:, GROUPS >= NUM_PICTURES] += 2
+    heads_apart[:, GROUPS >= NUM_PICTURES] += 2  # text tokens
 
     alike = measure_divergence(heads_alike, GROUPS, IMAGE_AND_TEXT, halves)
     assert alike["jsd"] < alike["jsd_halves"] < 0.1

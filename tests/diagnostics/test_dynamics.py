@@ -30,14 +30,14 @@ def data(tmp_path: Path, picture: Image.Image) -> Path:
 @pytest.fixture
 def run(tmp_path: Path, composed: Callable[..., Path]) -> Path:
     """A run's folder. Only checkpoint 10 has a norm module after the projector, so the two checkpoints differ."""
-    run = tmp_path / "run"
-    shutil.copytree(composed(projector_norm="none"), run / "checkpoint-5")
-    shutil.copytree(composed(projector_norm="gwc"), run / "checkpoint-10")
-    return run
+    folder = tmp_path / "run"
+    shutil.copytree(composed(projector_norm="none"), folder / "checkpoint-5")
+    shutil.copytree(composed(projector_norm="gwc"), folder / "checkpoint-10")
+    return folder
 
 
 def measure_run(run: Path, data: Path, *options: str) -> pd.DataFrame:
-    """Run the command on the first two questions, and read the file that it writes."""
+    """Run the command on the first two questions, and return the rows of the file that it writes."""
     dynamics.main(["--run", str(run), "--data", str(data), "--num_samples", "2", *options])
     return pd.read_csv(run / "dynamics.csv")
 

@@ -1,4 +1,4 @@
-"""Tests of the hidden states that `InterfaceHooks` passes before and after the MLP of the decoder's first layer."""
+"""Tests of the hidden states before and after the first layer's MLP, which `InterfaceHooks` passes to a function."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from families import build, inputs
 
 @torch.no_grad()
 def states_by_place(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The hidden states that the hooks pass at each place, such as "before_mlp", in one forward pass."""
+    """The hidden states at each place of the model, such as "before_mlp", in one forward pass."""
     states: dict[str, torch.Tensor] = {}
 
     def keep_state(place: str, state: torch.Tensor) -> None:
@@ -26,7 +26,7 @@ def states_by_place(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> 
     ("name", "mlp_name"),
     [("normllava", "mlp"), ("qwen2_5_vl", "mlp"), ("gemma3", "mlp"), ("lfm2_vl", "feed_forward")],
 )
-def test_an_mlp_that_adds_nothing_leaves_the_state_before_it_as_the_output(name: str, mlp_name: str) -> None:
+def test_the_states_before_and_after_an_mlp_that_adds_nothing_are_the_same(name: str, mlp_name: str) -> None:
     model = build(name)
     mlp = getattr(find_decoder(model).layers[0], mlp_name)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def test_an_mlp_that_adds_nothing_leaves_the_state_before_it_as_the_output(name:
 
     states = states_by_place(model, inputs(name))
     assert torch.equal(states["before_mlp"], states["after_mlp"])
-    # The place "decoder" is where the states enter the layer, before attention adds to them.
+    # At the place "decoder" the states enter the layer. Attention then adds to them.
     assert not torch.allclose(states["before_mlp"], states["decoder"])
 
 

@@ -14,7 +14,7 @@ from families import build, inputs, record_sample
 
 
 LAYERS = (0, 5, 9, 20)  # of which the records have keys
-PLACED_LAYERS = [0, 9, 20]  # the first, the third and the last of these four
+PLACED_LAYERS = [0, 9, 20]  # the first, the third and the last of `LAYERS`
 NUM_PICTURES = 6
 NUM_TEXT_TOKENS = 12  # of the question that is asked about each picture
 
@@ -31,9 +31,8 @@ def records() -> list[Record]:
     records = []
     for _ in range(NUM_PICTURES):
         keys = {layer: torch.randn(keys_shape, generator=generator) for layer in LAYERS}
-        for layer in LAYERS:
-            if layer != 0:
-                keys[layer][:, is_image_token] += 6
+        for layer in LAYERS[1:]:  # all but layer 0
+            keys[layer][:, is_image_token] += 6
         records.append(dataclasses.replace(record, keys=keys, values={}, key_positions=all_positions))
     return records
 
@@ -49,10 +48,10 @@ def rows(records: list[Record]) -> pd.DataFrame:
 def test_each_placed_layer_has_as_many_image_tokens_as_text_tokens(records: list[Record], rows: pd.DataFrame) -> None:
     placed = place_keys(records, rows)
     assert sorted(placed["layer"].unique()) == PLACED_LAYERS
-    sizes = placed.groupby(["layer", "modality"]).size()
-    num_sizes = len(PLACED_LAYERS) * 2  # two modalities
+    num_tokens = placed.groupby(["layer", "modality"]).size()
+    assert len(num_tokens) == len(PLACED_LAYERS) * 2  # two modalities
     # A picture has more image tokens than text tokens, so all text tokens are placed, and as many image tokens.
-    assert sizes.tolist() == [NUM_PICTURES * NUM_TEXT_TOKENS] * num_sizes
+    assert (num_tokens == NUM_PICTURES * NUM_TEXT_TOKENS).all()
 
 
 def test_keys_get_the_same_places_every_time(records: list[Record], rows: pd.DataFrame) -> None:

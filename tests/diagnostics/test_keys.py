@@ -44,7 +44,8 @@ def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> No
             if picture_of_group[groups[i]] == picture_of_group[groups[j]]:
                 continue
             for bandwidth in BANDWIDTHS:
-                kernels.append(np.exp(-squared_distance(i, j) / (bandwidth * mean_squared_distance)))
+                scale = bandwidth * mean_squared_distance
+                kernels.append(np.exp(-squared_distance(i, j) / scale))
         return float(np.mean(kernels))
 
     within_modalities = mean_kernel(image_tokens, image_tokens) + mean_kernel(text_tokens, text_tokens)
@@ -58,18 +59,18 @@ def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> No
 
 def test_the_linear_probe_finds_the_modality_of_tokens_that_lie_apart() -> None:
     rng = np.random.default_rng(3)
-    groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
+    groups = np.arange(200) % 20  # 0 to 9 are the image tokens of ten pictures, 10 to 19 their text tokens
     points = rng.normal(size=(200, 3))
     points[groups < 10] += 5
     assert linear_probe(points, groups, num_pictures=10) == 1
 
 
 def test_the_linear_probe_keeps_all_tokens_of_a_picture_in_one_fold() -> None:
-    """All tokens of a group have the same keys, which tell nothing of other groups.
+    """All tokens of a group have the same key, which tells nothing of other groups.
 
     If a picture's tokens were in several folds, the linear probe would know all groups, and its accuracy would be 1.
     """
-    groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
+    groups = np.arange(200) % 20  # 0 to 9 are the image tokens of ten pictures, 10 to 19 their text tokens
     points = np.eye(20)[groups]
     assert 0.3 < linear_probe(points, groups, num_pictures=10) < 0.7  # 0.5 is chance
 
@@ -89,7 +90,7 @@ def record() -> Record:
     return record_sample(build("llava-siglip"), inputs("llava-siglip"))
 
 
-def set_vectors(
+def with_vectors(
     record: Record, image_vectors: torch.Tensor, text_vectors: torch.Tensor, space: str = "keys"
 ) -> Record:
     """A copy of the record with a single layer, which has these vectors as its keys or values.
@@ -101,10 +102,11 @@ def set_vectors(
         space: `"keys"` or `"values"`.
     """
     num_heads, _, head_dim = image_vectors.shape
-    length = len(record.tokens.visual)
+    types = record.tokens_with_sinks
+    length = len(types.visual)
     vectors = torch.zeros(num_heads, length, head_dim)
-    vectors[:, record.tokens_with_sinks.visual] = image_vectors
-    vectors[:, record.tokens_with_sinks.text] = text_vectors
+    vectors[:, types.visual] = image_vectors
+    vectors[:, types.text] = text_vectors
     return dataclasses.replace(record, **{space: {0: vectors}}, key_positions=torch.arange(length))
 
 
@@ -130,7 +132,7 @@ def test_modalities_that_are_alike_have_no_distance(record: Record) -> None:
     for _ in range(8):
         image_vectors = draw_vectors(NUM_IMAGE_TOKENS, generator)
         text_vectors = draw_vectors(NUM_TEXT_TOKENS, generator)
-        records.append(set_vectors(record, image_vectors, text_vectors))
+        records.append(with_vectors(record, image_vectors, text_vectors))
 
     estimates = measure_only_layer(records)
     assert estimates["tokens"].mean == 8 * NUM_TEXT_TOKENS  # all text tokens, and as many image tokens
@@ -144,7 +146,7 @@ def test_modalities_that_lie_apart_have_a_distance(record: Record) -> None:
     for _ in range(8):
         image_vectors = draw_vectors(NUM_IMAGE_TOKENS, generator) + 3
         text_vectors = draw_vectors(NUM_TEXT_TOKENS, generator)
-        records.append(set_vectors(record, image_vectors, text_vectors, space="values"))
+        records.append(with_vectors(record, image_vectors, text_vectors, space="values"))
 
     estimates = measure_only_layer(records, space="values")
     assert estimates["mmd"].mean > 0.2
@@ -170,7 +172,7 @@ def draw_records(
         noise = 0.3 * torch.randn(num_heads, NUM_IMAGE_TOKENS, head_dim, generator=generator)
         image_vectors = image_place + noise + shift
         text_vectors = text_place.expand(num_heads, NUM_TEXT_TOKENS, head_dim)
-        records.append(set_vectors(record, image_vectors, text_vectors))
+        records.append(with_vectors(record, image_vectors, text_vectors))
     return records
 
 
@@ -183,7 +185,7 @@ def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -
         mmds.append(estimates["mmd"].mean)
         floors.append(estimates["mmd_halves"].mean)
 
-    # The mean of 20 estimates is 0 within three standard errors. Pairs of tokens of one picture would make it 0.03.
+    # The mean of 20 estimates is 0 within three standard errors. With pairs of tokens of one picture it would be 0.03.
     standard_error = np.std(mmds) / np.sqrt(20)
     assert abs(np.mean(mmds)) < 3 * standard_error
     # Modalities differ only as halves of the pictures do, so most of the estimates, but not all, are below the floor.
@@ -196,7 +198,7 @@ def test_one_picture_is_not_measured(record: Record) -> None:
     assert measure_space("keys", draw_records(record, generator, num_pictures=1)) is None
 
 
-def test_nine_of_ten_intervals_of_mmd_hold_its_mean(record: Record) -> None:
+def test_more_than_nine_of_ten_intervals_of_mmd_hold_the_mean_of_all(record: Record) -> None:
     """With pairs of tokens within a picture, the mean would lie above the interval."""
     generator = torch.Generator().manual_seed(0)
     estimates = []

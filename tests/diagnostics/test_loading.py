@@ -94,9 +94,8 @@ def test_if_no_row_can_be_read_the_error_names_the_first(colours: Path) -> None:
     """After `MAX_UNREADABLE` unreadable rows, no more rows are tried."""
     broken_pictures = ["broken.png"] * (2 * MAX_UNREADABLE)
     data = write_rows(colours, *broken_pictures)
-    with pytest.raises(
-        DiagnosticsError, match=rf"can't be read: {MAX_UNREADABLE}, the first: .*row 0: image .*broken\.png"
-    ):
+    message = rf"can't be read: {MAX_UNREADABLE}, the first: .*row 0: image .*broken\.png"
+    with pytest.raises(DiagnosticsError, match=message):
         load_questions(data, 2)
 
 
@@ -156,7 +155,7 @@ def test_data_may_be_one_picture(tmp_path: Path) -> None:
 
 def test_a_picture_that_pillow_has_no_decoder_for_is_unreadable(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.avif")
-    # HEIC files begin with a size of four bytes and this mark.
+    # A HEIC file begins with a size of four bytes and "ftypheic".
     (tmp_path / "b.heic").write_bytes(bytes(4) + b"ftypheic")
     chosen = load_questions(tmp_path, 4)
 

@@ -12,9 +12,9 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 def test_norms_of_gain_and_bias_are_those_worked_out_by_hand(model: NormLlavaForConditionalGeneration) -> None:
-    """The gain and the bias have 32 entries. Half of the gain's entries rise, and the other half fall."""
+    """The gain and the bias have 32 entries each. Half of the gain's entries rise, and the other half fall."""
     norm = model.model.multi_modal_projector.norm
-    # All entries start equal, and their L2 norm is the target.
+    # The gain's entries start equal, and their L2 norm is the target.
     gain_at_start = model.config.projector_norm_target / 32**0.5
     with torch.no_grad():
         norm.weight[:16] = gain_at_start + 0.3

@@ -45,7 +45,7 @@ def test_the_parts_of_a_family_are_found(name: str) -> None:
 
     assert image_token_id(model) == IMAGE
     has_norm = find_projector_norm(model) is not None
-    assert has_norm == name.startswith("normllava")  # only NormLlava has one
+    assert has_norm == name.startswith("normllava")  # only NormLlava has a norm module at the projector's end
 
 
 def check_image_tokens(model: PreTrainedModel) -> None:

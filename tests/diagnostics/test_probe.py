@@ -72,7 +72,7 @@ def test_each_token_of_a_family_gets_its_type(name: str) -> None:
     assert tokens.text.sum() == 3 + 9  # the words before and after the picture
     assert tokens.excluded["padding"].sum() == 3
 
-    num_boundaries = 2 if FAMILIES[name].boundaries else 0
+    num_boundaries = 2 if FAMILIES[name].has_boundaries else 0
     assert tokens.excluded["special"].sum() == 1 + num_boundaries  # the 1 is BOS
 
 
@@ -105,20 +105,20 @@ def test_norms_cosines_and_update_ratios_are_those_of_the_hidden_states(name: st
     # The last entry is left out, because the decoder's final norm module has been applied to it.
     states = all_states[:-1]  # input of each layer, [1, S, hidden_size]
 
-    compared = torch.ones_like(record.tokens.text)  # all tokens
+    checked = torch.ones_like(record.tokens.text)  # a mask of all tokens
     if name == "qwen3_vl":
         # This family adds picture features to image tokens between layers, after transformers has kept the states.
-        compared = record.tokens.text
-    norms = torch.stack([state[0, compared].norm(dim=-1) for state in states])
-    assert torch.allclose(record.layer_norms[:-1, compared], norms, rtol=1e-5)
+        checked = record.tokens.text
+    norms = torch.stack([state[0, checked].norm(dim=-1) for state in states])
+    assert torch.allclose(record.layer_norms[:-1, checked], norms, rtol=1e-5)
 
     for layer in range(len(states) - 1):
-        before = states[layer][0, compared].double()
-        after = states[layer + 1][0, compared].double()
+        before = states[layer][0, checked].double()
+        after = states[layer + 1][0, checked].double()
         cosines = torch.cosine_similarity(before, after, dim=-1)
-        assert torch.allclose(record.cosines[layer, compared].double(), cosines, atol=1e-6)
+        assert torch.allclose(record.cosines[layer, checked].double(), cosines, atol=1e-6)
         update_ratios = (after - before).norm(dim=-1) / before.norm(dim=-1)
-        assert torch.allclose(record.update_ratios[layer, compared].double(), update_ratios, rtol=1e-4)
+        assert torch.allclose(record.update_ratios[layer, checked].double(), update_ratios, rtol=1e-4)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -157,7 +157,7 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
     queries_and_keys: list[torch.Tensor] = []  # queries of layer 0, keys of layer 0, queries of layer 1, ...
     values: list[torch.Tensor] = []  # of each layer
 
-    # The vision encoder may call the same functions before the decoder's first layer.
+    # The vision encoder may have called the same functions when the decoder's first layer starts.
     def forget_vision_encoder(*hook_args: object) -> None:
         queries_and_keys.clear()
         values.clear()
@@ -205,7 +205,8 @@ def test_keys_are_those_before_rotation_and_values_those_in_attention(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_without_keys_is_noted(name: str) -> None:
     record = record_sample(build(name), inputs(name))
-    notes = [note for note in record.notes if "deepstack" not in note]  # a note of Qwen3-VL's
+    # Qwen3-VL also has a note on deepstack, which is left out here.
+    notes = [note for note in record.notes if "deepstack" not in note]
     if name in LAYER_WITHOUT_KEYS:
         (note,) = notes
         assert note.startswith("keys of layer 1: not recorded")
@@ -221,7 +222,7 @@ def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
     """
     torch.manual_seed(0)
     keys = torch.randn(2, 12, 8).to(dtype)  # [num_heads, S, head_dim]
-    other = torch.randn(2, 12, 8).to(dtype)
+    unrelated = torch.randn(2, 12, 8).to(dtype)
 
     # Rotate dimensions 0 and 2, and dimensions 1 and 3, as rotary embedding does. The last four dimensions stay.
     positions = torch.arange(12)[:, None]
@@ -229,7 +230,9 @@ def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
     cos = angles.cos()
     sin = angles.sin()
     first, second, rest = keys.float().split([2, 2, 4], dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(dtype)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    rotated = torch.cat([rotated_first, rotated_second, rest], dim=-1).to(dtype)
 
     tokens_first = keys.transpose(0, 1)  # [S, num_heads, head_dim]
     heads_joined = tokens_first.flatten(1)  # [S, num_heads * head_dim]
@@ -238,7 +241,7 @@ def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
 
     longer_keys = 1.1 * keys
     keys_of_one_head = keys[:1]
-    for projected in (other, longer_keys, keys_of_one_head, None):
+    for projected in (unrelated, longer_keys, keys_of_one_head, None):
         assert before_rotation(projected, rotated) is None
 
 
@@ -289,8 +292,7 @@ def test_a_model_set_by_hand_has_the_norms_it_was_given() -> None:
     # The sample has more odd ids than even ids, so the mean norm of its text tokens differs from the vocabulary's.
     assert vocabulary_norm < text_norm < ODD_NORM
 
-    two_records = [record, record]  # one picture would give no interval
-    summary = Summary.of(measure_interface(two_records, vocabulary_norms(model)))
+    summary = Summary.of(measure_interface([record], vocabulary_norms(model)))
     assert summary.look("projector_output", "visual").mean == pytest.approx(IMAGE_NORM)
     assert summary.look("at_decoder", "visual").mean == pytest.approx(IMAGE_NORM)
     assert summary.look("at_decoder", "text").mean == pytest.approx(text_norm)
@@ -346,7 +348,7 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
 def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
     """Granite multiplies text and image tokens alike by `embedding_multiplier`.
 
-    The model with a Granite has the weights of the plain model, a LLaVA-NeXT. Its newline features are still found.
+    The plain model is a LLaVA-NeXT. The other is a copy of it with the same weights, but a Granite as its decoder.
     """
     factor = 12.0
     plain = build("llava_next")
@@ -365,6 +367,7 @@ def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
     vocabulary = vocabulary_norms(plain)
     plain_record = record_sample(plain, sample)
     multiplied_record = record_sample(multiplying, sample)
+    # All newline features are found, although Granite multiplies them too.
     assert plain_record.tokens.excluded["newline"].sum() == 4
     assert multiplied_record.tokens.excluded["newline"].sum() == 4
 
@@ -410,8 +413,8 @@ def test_hidden_states_that_overflow_are_refused() -> None:
 @pytest.mark.parametrize("implementation", ["eager", "varlen"])  # packed training uses "varlen"
 def test_attention_other_than_sdpa_is_noted_and_not_measured(implementation: str) -> None:
     config = copy.deepcopy(FAMILIES["llava-siglip"].config)
-    only_in_decoder = {"text_config": implementation}
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation=only_in_decoder).eval()
+    of_decoder = {"text_config": implementation}  # the vision encoder keeps sdpa
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=of_decoder).eval()
     record = record_sample(model, inputs("llava-siglip"))
 
     assert record.attention == {}

@@ -63,7 +63,7 @@ def make_rows_of_a_model(
         ratio_rows("norm_ratio", around_by_layer(40), around_by_layer(20), layers),
         make_rows("attention", around_by_layer(0.3, num_layers=2), layers=[0, 5]),
         make_rows("attention_even", around_by_layer(0.4, num_layers=2), layers=[0, 5]),
-        # The gain and the bias have a value for the model, and none for a picture.
+        # The gain and the bias have one value for the whole model, and none for a picture.
         make_rows("gain_l2", whole=8.1),
         make_rows("bias_l2", whole=0.1),
     ]
@@ -80,10 +80,10 @@ def make_rows_of_a_model(
 
 def make_report(rows_by_name: dict[str, pd.DataFrame]) -> Report:
     """A report of several models. `rows_by_name` has each model's rows by the model's name."""
-    reports = []
+    models = []
     for name, rows in rows_by_name.items():
         num_pictures = int(rows["picture"].max()) + 1
-        report = ModelReport(
+        model = ModelReport(
             name=name,
             model_class="Llava",
             dtype="float32",
@@ -95,14 +95,14 @@ def make_report(rows_by_name: dict[str, pd.DataFrame]) -> Report:
             notes=[f"note on {name}"],
             summary=Summary.of(rows),
         )
-        reports.append(report)
+        models.append(model)
     return Report(
         command="command",
         versions={"torch": "2"},
         data="data",
         passed_over=1,
         unreadable=["row 3: broken"],
-        models=reports,
+        models=models,
     )
 
 
@@ -230,11 +230,12 @@ def test_the_table_of_a_sweep_has_intervals_and_judgements() -> None:
 
 def test_a_sweep_has_a_chapter_and_its_figure_takes_the_place_of_the_overview(tmp_path: Path) -> None:
     rows_by_name = {"first": make_rows_of_a_model(), "second": make_rows_of_a_model(seed=1)}
-    swept_by_name = {"first": make_sweep_rows(), "second": make_sweep_rows(updates_are_known=False)}
+    sweep_rows_by_name = {"first": make_sweep_rows(), "second": make_sweep_rows(updates_are_known=False)}
     for name in ("overview", "sweep"):
         (tmp_path / f"{name}.png").write_bytes(b"a figure")
 
-    page = render_html(make_report(rows_by_name), join_rows(rows_by_name), tmp_path, join_rows(swept_by_name))
+    sweep_rows = join_rows(sweep_rows_by_name)
+    page = render_html(make_report(rows_by_name), join_rows(rows_by_name), tmp_path, sweep_rows)
     summary, chapters = page.split("<h2>Other norms of the image embeddings</h2>")
     assert '<figure class="sweep">' in summary
     assert '<figure class="overview">' not in summary
@@ -248,13 +249,13 @@ def test_a_sweep_has_a_chapter_and_its_figure_takes_the_place_of_the_overview(tm
     assert not re.search(r"\bnan\b|\bNone\b", page)
 
 
-def test_the_figure_of_a_sweep_shows_percent_over_the_norm_with_a_ring_at_the_norm_as_it_is() -> None:
+def test_the_figure_of_a_sweep_has_a_curve_over_the_norm_and_a_ring_at_dose_1() -> None:
     points = summaries_by_dose(make_sweep_rows())
     figure = draw_sweep({"first": points, "second": points})
     (axes,) = figure.axes
-    curve, ring, *_ = axes.lines
+    curve, ring, *_ = axes.lines  # of the first model
     assert curve.get_xdata() == pytest.approx([0.6, 2, 6])
-    assert curve.get_ydata() == pytest.approx([100 / 3, 100, 100])
+    assert curve.get_ydata() == pytest.approx([100 / 3, 100, 100])  # percent
     assert ring.get_xdata() == pytest.approx([2])
     assert ring.get_ydata() == pytest.approx([100])
     (legend,) = figure.legends

@@ -137,7 +137,7 @@ def processor(composed: Callable[..., Path]) -> Any:
 
 @pytest.fixture
 def sharp_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A random model whose logits are made larger, so that it doesn't find all answers about equally likely."""
+    """A random model whose logits are made larger, so that not all answers are about equally likely."""
     with torch.no_grad():
         model.lm_head.weight *= 20
     return model
@@ -318,7 +318,7 @@ def test_the_command_with_rows_that_have_answers(
 def test_the_command_with_pictures_and_a_model_without_a_norm_before_its_mlp(
     composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A sweep without answers to score, which can't tell what attention adds from what the MLP adds."""
+    """There are no answers to score, and what attention adds can't be told apart from what the MLP adds."""
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     for path in data.parent.glob("*.png"):

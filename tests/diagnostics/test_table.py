@@ -30,7 +30,7 @@ def draw_shares(rng: np.random.Generator) -> pd.DataFrame:
 
 
 def draw_difference(rng: np.random.Generator) -> pd.DataFrame:
-    """Rows of the difference of two models with means 4 and 1. A picture changes both models' values alike."""
+    """Rows of a second model minus a first model, with means 4 and 1. A picture changes both models' values alike."""
     shape = (12, NUM_EXPERIMENTS)
     effect_of_picture = rng.normal(0, 5, shape)
     first = make_rows("x", effect_of_picture + rng.normal(1, 1, shape), layers=EXPERIMENTS)
@@ -122,5 +122,5 @@ def test_means_over_thirds_of_the_layers(num_layers: int, means: dict[str, float
     """
     gaps = np.arange(4)[:, None] + np.arange(num_layers)  # [num_pictures, num_layers]
     frame = Summary.of(make_rows("gap", gaps, layers=range(num_layers))).frame
-    over_thirds = frame[frame["measure"] != "gap"]  # these measures are named "gap, first third" and so on
+    over_thirds = frame[frame["measure"] != "gap"]  # named "gap, first third" and so on
     assert dict(zip(over_thirds["measure"], over_thirds["mean"], strict=True)) == pytest.approx(means)

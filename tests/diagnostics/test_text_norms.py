@@ -69,7 +69,7 @@ def test_the_scale_of_a_decoder_counts(backbones: Callable[[str], Path], tmp_pat
     embeddings = read_embeddings(base)
     width = embeddings.shape[1]
     norms = torch.linalg.norm(embeddings.double(), dim=-1)
-    nonzero = norms[norms > 0]
+    nonzero = norms[norms > 0]  # embeddings of zeros don't count
     mean = pd.read_csv(tmp_path / "text_norms.csv")["mean"].item()
     assert mean == pytest.approx(width**0.5 * nonzero.mean().item(), rel=1e-5)
 

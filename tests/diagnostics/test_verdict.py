@@ -97,11 +97,11 @@ def test_without_answers_nothing_is_judged() -> None:
 
 
 def test_answers_to_a_single_picture_judge_nothing() -> None:
-    """Two of the three pictures have no answer, and so no loss. One picture gives no interval."""
+    """Pictures 1 and 2 have no answer, and so no loss. A single picture gives no interval."""
     rows = sweep_rows({0.3: -CLEAR, 3.0: -CLEAR}, answers="one")
-    is_of_loss = rows["measure"].isin(["loss", "loss_change"])
-    has_answer = rows["picture"] == 0
-    verdict = judge_sweep(summaries_by_dose(rows[~is_of_loss | has_answer]))
+    is_loss = rows["measure"].isin(["loss", "loss_change"])
+    without_losses = rows[~(is_loss & (rows["picture"] > 0))]
+    verdict = judge_sweep(summaries_by_dose(without_losses))
     assert verdict.score == Score.CHANGED_ANSWERS
     assert verdict.advice == Advice.GIVE_ANSWERS
 
@@ -184,7 +184,7 @@ def test_a_norm_has_no_place_if_the_updates_are_not_known() -> None:
     assert place_norm(Estimate(1.5, 1.0, 2.0), None, None) is None
 
 
-# At the smallest dose, image tokens may be so small that the eps of RMSNorm makes its output smaller.
+# At the smallest dose, image tokens may be so small that eps makes RMSNorm's output smaller.
 TOKEN = np.array([3.0, 4.0])  # its norm is 5
 
 
@@ -219,7 +219,7 @@ def test_the_interval_of_a_share_is_cut_off_at_0_and_1() -> None:
 
 
 def sweep_lines(changes: dict[float, np.ndarray], answers: str = "several") -> list[str]:
-    """The box's lines on a sweep. The arguments are those of [`sweep_rows`]."""
+    """The report's lines on a sweep. The arguments are those of [`sweep_rows`]."""
     return tell_sweep(sweep_rows(changes, answers))
 
 
@@ -267,8 +267,8 @@ def test_without_answers_the_share_of_changed_answers_is_told() -> None:
 
 
 def test_pictures_without_a_choice_of_answers_are_counted() -> None:
+    """Picture 2 has no share of right answers, because there is no choice of answers to its question."""
     rows = sweep_rows({0.3: -CLEAR, 3.0: -CLEAR})
-    has_choice = rows["picture"] < 2
-    is_of_right_answers = rows["measure"].isin(["named", "named_change"])
-    answers, _ = tell_sweep(rows[~is_of_right_answers | has_choice])
+    is_share = rows["measure"].isin(["named", "named_change"])
+    answers, _ = tell_sweep(rows[~(is_share & (rows["picture"] == 2))])
     assert answers.startswith("Right answers on 2 of 3 pictures: 50% as it is; ")

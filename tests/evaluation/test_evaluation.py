@@ -76,8 +76,8 @@ def make_samples(task: str, metric_inputs: list[Any]) -> list[dict[str, Any]]:
     return [make_sample(number, **{metric: metric_input}) for number, metric_input in enumerate(metric_inputs)]
 
 
-# What MMBench's metric is given where "A" is right for question 0 in both orders of its options, and for question 1
-# only in the first order.
+# What MMBench's metric is given. The answer "A" is right for question 0 in both orders of the options, and for
+# question 1 only in the first order.
 MMBENCH_INPUTS = [
     {"index": 0, "prediction": " a.", "answer": "A"},
     {"index": 1_000_000, "prediction": " a.", "answer": "A"},
@@ -346,8 +346,8 @@ def test_the_harness_gets_the_number_of_processes_and_the_limit() -> None:
 
 def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_thisIsNoToken")
-    # This runs in place of a harness: it prints its whole environment, and the first 7 characters of the token that
-    # the Hub's client finds.
+    # The program that runs in place of a harness prints its whole environment, and the first 7 characters of the token
+    # that the Hub's client finds.
     program = "import os; from huggingface_hub import get_token; print(sorted(os.environ.items()), get_token()[:7])"
     harness.run_harness([sys.executable, "-c", program], tmp_path)
     log = (tmp_path / "log.txt").read_text()
@@ -396,7 +396,7 @@ def started_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run_digits(folder: Path, fingerprint: str = "fingerprint", settings: Settings = SETTINGS) -> TaskResult:
-    """Run the digits on a model in this folder, unless the folder holds its result with these settings."""
+    """Run the digits on a model in this folder, unless the folder already holds the result."""
     return command_line.run_task(DIGITS, make_model(folder, fingerprint), settings)
 
 
@@ -407,7 +407,7 @@ def test_a_result_holds_what_the_harness_wrote(started_tasks: list[str], tmp_pat
     assert evaluation.choice == "0-shot"
     assert evaluation.value == 0.5
     assert evaluation.n == 10
-    # The report gives no error, so it comes from the rows: five zeros and five ones.
+    # The report gives no error, so the error comes from the rows: five zeros and five ones.
     variance = 10 * 0.5**2 / (10 - 1)
     assert evaluation.standard_error == pytest.approx(np.sqrt(variance / 10))
     assert (tmp_path / "evaluation/digits/log.txt").read_text() == "answering\n"
@@ -534,7 +534,7 @@ def render_difference(first: pd.Series, second: pd.Series) -> str:
 
 
 def test_a_differences_interval_is_that_of_a_paired_t_test() -> None:
-    # Of 40 rows, the first model is right in about 60%. The second model differs from it in about 20%.
+    # Of 40 rows, the first model is right in about 60%. In about 20%, the second model's score differs.
     rng = np.random.default_rng(1)
     first = (rng.random(40) < 0.6).astype(float)
     differs = rng.random(40) >= 0.8

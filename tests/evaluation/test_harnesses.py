@@ -53,7 +53,7 @@ def list_mmlu_subjects(python: Path) -> list[str]:
 
 
 def share_error(share: float, count: int) -> float:
-    """The standard error of a share of right answers out of `count`, which is a mean of zeros and ones."""
+    """The standard error of a mean of `count` scores, of which the share `share` are 1 and the others 0."""
     return sqrt(share * (1 - share) / (count - 1))
 
 

@@ -120,7 +120,7 @@ TEXT_FAMILIES = {
         other_tokens=("<start_of_turn>", "<pad>", "<unused0>"),
         pad_token="<pad>",
     ),
-    # As in Vicuna, no special token is unused and could become the image token, so composing has to add a token.
+    # Like Vicuna, this family has no unused special token for the image token, so composing has to add one.
     "vicuna": TextFamily(LlamaConfig, LlamaForCausalLM, bos_token="<s>", eos_token="</s>"),
 }
 VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")

@@ -48,7 +48,7 @@ def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """
 
     def mean_over_pairs(matrix: torch.Tensor) -> torch.Tensor:
-        """The mean of a matrix outside its diagonal, where a token is paired with itself."""
+        """The mean of a matrix without its diagonal, which pairs each token with itself."""
         num_tokens = len(matrix)
         total = torch.zeros((), dtype=matrix.dtype)
         for i in range(num_tokens):
@@ -300,8 +300,9 @@ def test_the_penalty_leaves_out_sinks(with_key_adapters: Callable[..., Path], da
     model, alignment = load_with_alignment(folder)
     batch = Batch(folder, data, packed=False)
     # Give a text token of the last row a huge norm, which makes the token a sink.
-    text_ids = batch.inputs["input_ids"][-1][batch.text[-1]]
-    sink_id = int(text_ids[3])
+    last_row = batch.inputs["input_ids"][-1]
+    text_ids = last_row[batch.text[-1]]
+    sink_id = int(text_ids[3])  # any token of the text
     model.get_input_embeddings().weight.data[sink_id] *= 1000
     batch.text &= batch.inputs["input_ids"] != sink_id  # in all rows
     model(**batch.inputs)

@@ -371,6 +371,7 @@ def test_all_recipes_are_accepted_and_those_of_large_models_have_the_papers_sett
 
 
 def test_pictures_are_opened_by_workers_where_there_is_a_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `default_num_workers` is for processes that train on a GPU.
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(12))  # a machine with 12 CPU cores
     assert default_num_workers() == 8  # the most that a process gets
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -75,7 +75,7 @@ def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: st
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-10, atol=1e-12)
 
-    # One graph is for batches with padding, and one graph for batches without, to which transformers gives no mask.
+    # transformers makes a mask only for batches with padding, so batches with padding have a graph of their own.
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
 

@@ -53,7 +53,7 @@ from training.add_key_adapters import add_key_adapters
 from training.compose import compose
 
 
-# Some tests send the signal of Ctrl-C, which pytest ignores if a shell started it in the background.
+# Some tests send the signal of Ctrl-C, which pytest ignores if a shell has started pytest in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files whose tests start several processes, or a server on a port. One worker of pytest-xdist runs them all, so that
@@ -120,7 +120,7 @@ TEXT_FAMILIES = {
         other_tokens=("<start_of_turn>", "<pad>", "<unused0>"),
         pad_token="<pad>",
     ),
-    # As in Vicuna, no special token is unused and could become the image token, so composing has to add a token.
+    # Like Vicuna, this family has no unused special token for the image token, so composing has to add one.
     "vicuna": TextFamily(LlamaConfig, LlamaForCausalLM, bos_token="<s>", eos_token="</s>"),
 }
 VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")
@@ -213,15 +213,15 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
         set_seed(0)
         if family_name in VISION_FAMILIES:
-            model, processor = vision_model(family_name)
+            model, image_processor = vision_model(family_name)
+            image_processor.save_pretrained(folder)
         else:
             model = text_model(family_name)
-            processor = byte_tokenizer(family_name)
+            byte_tokenizer(family_name).save_pretrained(folder)
         model.save_pretrained(folder)
-        processor.save_pretrained(folder)
         if family_name == "vicuna":
-            # Vicuna on the Hub has options of sampling without `do_sample`, which transformers reads, but refuses to
-            # save.
+            # Vicuna on the Hub has sampling options, but no `do_sample`. transformers reads such options, but refuses
+            # to save them.
             (folder / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
         return folder
 

@@ -1,4 +1,4 @@
-"""Runs the tests that depend most on transformers and TRL with other versions of both.
+"""Runs the tests that depend most on transformers and TRL again, with other versions of both.
 
 These versions are the lowest that pyproject.toml allows for training, and the newest that pip finds. If the newest is
 higher than pyproject.toml allows for training, a failure says only that pyproject.toml's limit is right.
@@ -32,8 +32,8 @@ def run_pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def install_beside(folder: Path, *requirements: str) -> None:
     """Install into a folder what the requirements need and this environment doesn't have."""
-    # Without an index of packages, pip would take the installed versions for the newest, so a download shows whether
-    # pip reaches an index.
+    # Without an index of packages, pip would take the installed versions for the newest. A download shows whether pip
+    # reaches an index.
     download = run_pip("download", "--quiet", "--no-deps", "--dest", str(folder / "download"), "trl")
     if download.returncode != 0:
         pytest.skip(f"pip can't download trl: {download.stderr.splitlines()[-1]}")

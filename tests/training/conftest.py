@@ -18,7 +18,7 @@ from script_runs import INSTRUCT, run
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of a LLaVA JSON file of 30 rows, in the folder with their pictures.
+    """The path of a JSON file of 30 rows in LLaVA's format. The pictures are in the same folder.
 
     Rows 0 to 3, 12 and 20 have no picture. The other 24 rows have one picture each.
     """

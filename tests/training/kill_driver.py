@@ -3,7 +3,7 @@
     python kill_driver.py recipe.yaml output_dir [event ...]
 
 An event is an operation on a file of the run's output folder. Events are numbered from 1, beginning with the first
-file of the second checkpoint, because a run needs its first checkpoint to be resumed. For each event number N on the
+file of the second checkpoint, because a run without a checkpoint can't be resumed. For each event number N on the
 command line, a run in `output_dir/N` is killed at event N, and resumed. Without event numbers, one run in
 `output_dir/unbroken` trains to its end, and lists its events in `events.txt`.
 
@@ -43,7 +43,7 @@ class Killer:
         """Log an operation that is an event, and kill the process at `last_event`."""
         if operation not in FILE_OPERATIONS or not args:
             return
-        path = str(args[0])  # the first argument of an operation on a file
+        path = str(args[0])  # the first argument of all these operations
         if not path.startswith(self.folder):
             return
 

@@ -30,7 +30,7 @@ FAST = {
 }
 # Recipe fields of stage "instruct".
 INSTRUCT = {"stage": "instruct", "vision_learning_rate": 2e-4}
-# Recipe fields of a run with packed rows, each of which is a batch.
+# Recipe fields of a run with packed rows. Each packed row is a batch.
 PACKED = {"packed_length": 120, "per_device_train_batch_size": 1}
 # The name of the projector's norm layer, which begins the names of its weights.
 NORM = "model.multi_modal_projector.norm"
@@ -45,7 +45,7 @@ def dump_recipe(**fields: Any) -> str:
 def run(folder: Path, **fields: Any) -> None:
     """Run the training script in this process, with a recipe of the fields of `FAST` and `fields`.
 
-    The recipe is written into `folder`. Where both have a field, `fields` wins.
+    A field that both have is taken from `fields`. The recipe is written into `folder`.
     """
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**{**FAST, **fields}))
@@ -56,13 +56,14 @@ def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> d
     """The batch that the collator makes of rows, with the chat template of the model in `folder`."""
     processor = AutoProcessor.from_pretrained(folder)
     tokenize = RowTokenizer(processor, processor.chat_template)
-    collator = VisionLanguageCollator(tokenize, packed)
     check_and_tokenize = RowCheck(tokenize)
-    return collator([check_and_tokenize(row) for row in rows])
+    tokenized_rows = [check_and_tokenize(row) for row in rows]
+    collator = VisionLanguageCollator(tokenize, packed)
+    return collator(tokenized_rows)
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The lines of a run's `metrics.jsonl`: on training steps and evaluations, and last on the whole run."""
+    """The lines of a run's `metrics.jsonl`. The last line is on the whole run, the others on steps and evaluations."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

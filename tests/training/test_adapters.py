@@ -82,7 +82,7 @@ def has_lora(model: torch.nn.Module) -> bool:
 
 
 def test_adapters_in_float32_get_a_bfloat16_input_as_it_is(composed: Callable[..., Path]) -> None:
-    """PEFT would cast the input to the adapter's float32, and autocast would cast it back to bfloat16."""
+    """PEFT by itself casts the input to the adapter's float32, and autocast casts the input back to bfloat16."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     adapted = add_adapters(model, rank=2, alpha=4)
     layer = adapted.base_model.model.model.language_model.layers[0].self_attn.q_proj
@@ -264,6 +264,7 @@ def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[...
         save_file(remaining, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"adapter does not fit. Weights missing: 1, first .*(norm|lora_A)"):
             AutoModelForImageTextToText.from_pretrained(tmp_path)
+        # For a weight of the projector, PEFT raises a KeyError before our check raises its ValueError.
         with pytest.raises((KeyError, ValueError), match=part_of_name):
             merge(tmp_path)
 

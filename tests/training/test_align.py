@@ -20,7 +20,7 @@ RGB_OF_COLOUR = {"red": (220, 30, 30), "green": (20, 180, 40), "blue": (30, 40, 
 
 @pytest.fixture
 def captions(tmp_path: Path) -> Path:
-    """The path of a JSON file with two equal rows for each colour: a picture of that colour, and a caption."""
+    """The path of a JSON file with two equal rows for each colour. Each has a picture of the colour, and a caption."""
     rows = []
     for colour, rgb in RGB_OF_COLOUR.items():
         Image.new("RGB", (32, 32), rgb).save(tmp_path / f"{colour}.png")

@@ -109,7 +109,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss_type": "dft", "eval_dataset_name": "held_out.json", "eval_strategy": "epoch"}, "leave out loss_type"),
     ({"stage": "adapt", "key_mmd_weight": 0.1, **REENTRANT}, "set use_reentrant to false"),
     ({"clip_by_module": True, "max_grad_norm": 0}, "clip_by_module clips to max_grad_norm, and 0 clips nothing"),
-    # Out of range.
+    # Values that are out of range.
     ({"global_batch_size": 0}, "global_batch_size must be 1 or more, got 0"),
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be 1 or more, got 0"),
     ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size must be 1 or more, got 0"),
@@ -160,7 +160,7 @@ def test_a_tilde_is_the_home_folder(recipe: Path, monkeypatch: pytest.MonkeyPatc
     assert args.output_dir == "/home/me/out"
 
 
-def test_an_old_name_on_the_command_line_is_refused(recipe: Path) -> None:
+def test_an_option_that_is_gone_is_refused_on_the_command_line(recipe: Path) -> None:
     with pytest.raises(ValueError, match="warmup_ratio is gone: give warmup_steps"):
         parse_arguments(["--config", str(recipe), "--warmup_ratio", "0.03"])
 
@@ -202,6 +202,7 @@ def test_compiling_leaves_float32_as_precise_as_it_was(recipe: Path) -> None:
 
 def set_capabilities(monkeypatch: pytest.MonkeyPatch, **capabilities: bool) -> None:
     """Let torch report that the CPU has these capabilities, whatever CPU the test runs on."""
+    # An older torch has no `get_capabilities`, so it need not exist (`raising=False`).
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
 
 
@@ -249,7 +250,7 @@ def test_a_resumed_run_keeps_the_arithmetic_and_attention_of_its_record(
     # A new run on this machine would have bf16=is_fast. In the output folder, checkpoint 5 records the same value, and
     # checkpoint 10 the opposite.
     set_capabilities(monkeypatch, amx_bf16=is_fast)
-    environment = describe_environment("cpu", 1, resumed=False)
+    environment = describe_environment("cpu", num_processes=1, resumed=False)
     recorded_arguments = {5: {"bf16": is_fast, "attn_implementation": "sdpa"}, 10: {"bf16": not is_fast}}
     for step, arguments in recorded_arguments.items():
         folder = tmp_path / "out" / f"checkpoint-{step}"
@@ -370,6 +371,7 @@ def test_all_recipes_are_accepted_and_those_of_large_models_have_the_papers_sett
 
 
 def test_pictures_are_opened_by_workers_where_there_is_a_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `default_num_workers` is for processes that train on a GPU.
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(12))  # a machine with 12 CPU cores
     assert default_num_workers() == 8  # the most that a process gets
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

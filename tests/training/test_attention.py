@@ -164,11 +164,11 @@ def test_varlen_and_sdpa_give_the_same_logits_and_texts_of_rows_that_are_not_pac
     logits = varlen(**inputs, use_cache=False).logits
     expected_logits = sdpa(**inputs, use_cache=False).logits
 
-    # Logits at padding have no meaning.
-    is_compared = torch.ones_like(input_ids, dtype=torch.bool)
+    # Padding is left out, since its logits have no meaning.
+    is_token = torch.ones_like(input_ids, dtype=torch.bool)
     if mask is not None:
-        is_compared = mask.bool()
-    torch.testing.assert_close(logits[is_compared], expected_logits[is_compared], rtol=1e-12, atol=1e-12)
+        is_token = mask.bool()
+    torch.testing.assert_close(logits[is_token], expected_logits[is_token], rtol=1e-12, atol=1e-12)
 
     if kind != "padded on the right":  # transformers generates only after padding on the left
         generated_ids = varlen.eval().generate(**inputs, max_new_tokens=8, do_sample=False)

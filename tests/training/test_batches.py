@@ -33,7 +33,7 @@ def test_every_row_is_seen_once_in_an_epoch(num_processes: int, batch_size: int,
             sampler.set_epoch(epoch)
         batches_of_processes = [list(sampler) for sampler in samplers]
 
-        # zip is strict, because a process with fewer batches would let the others wait.
+        # zip is strict, because the other processes would wait for a process that has fewer batches.
         order = []
         for batches_at_once in zip(*batches_of_processes, strict=True):
             sizes = [len(batch) for batch in batches_at_once]

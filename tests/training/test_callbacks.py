@@ -61,7 +61,8 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
         "checkpointing": {"gradient_checkpointing": True},
     }
     for name, setting in settings.items():
-        run(tmp_path, **{**fields, **setting}, output_dir=str(tmp_path / name))
+        fields_of_run = {**fields, **setting, "output_dir": str(tmp_path / name)}
+        run(tmp_path, **fields_of_run)
         metrics = read_metrics(tmp_path / name)
         step = metrics[0]
         assert step["norm/visual"] == pytest.approx(expected_visual, rel=1e-5), name

@@ -121,12 +121,13 @@ def test_memory_decides_and_a_resumed_run_keeps_the_choice(
     run(tmp_path, **fields, max_steps=4)
     assert f"gradient checkpointing: {is_checkpointed}; without it" in caplog.text
     assert was_checkpointed(out) is is_checkpointed
-    # Each of two batches is measured three times: with all layers checkpointed, and without checkpointing in the first
-    # layer of the encoder, and of the decoder.
+    # Two batches are measured three times each: with all layers checkpointed, without checkpointing in the encoder's
+    # first layer, and without checkpointing in the decoder's first layer.
     assert len(measured_passes) == 2 * 3
 
     measured_passes = simulate_memory(monkeypatch, num_bytes_when_resumed)
-    run(tmp_path, **fields, max_steps=8, resume_from_checkpoint=True, resume_changed=True)
+    resume = {"resume_from_checkpoint": True, "resume_changed": True}  # allows another `max_steps`
+    run(tmp_path, **fields, **resume, max_steps=8)
     assert was_checkpointed(out) is is_checkpointed
     assert measured_passes == []
 
@@ -134,17 +135,17 @@ def test_memory_decides_and_a_resumed_run_keeps_the_choice(
 def test_training_without_checkpointing_is_the_same_to_the_bit(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_checkpointing = tmp_path / "with"
-    without_checkpointing = tmp_path / "without"
-    run(tmp_path, **{**fields, "output_dir": str(with_checkpointing)})  # on a CPU, checkpointing stays on
+    checkpointed_dir = tmp_path / "with"
+    uncheckpointed_dir = tmp_path / "without"
+    run(tmp_path, **{**fields, "output_dir": str(checkpointed_dir)})  # on a CPU, checkpointing stays on
     simulate_memory(monkeypatch, ENOUGH_MEMORY)
-    run(tmp_path, **{**fields, "output_dir": str(without_checkpointing)})
+    run(tmp_path, **{**fields, "output_dir": str(uncheckpointed_dir)})
 
-    assert was_checkpointed(with_checkpointing)
-    assert not was_checkpointed(without_checkpointing)
-    assert changed_weights(with_checkpointing, without_checkpointing) == set()
-    losses = [step["loss"] for step in read_steps(without_checkpointing)]
-    assert losses == [step["loss"] for step in read_steps(with_checkpointing)]
+    assert was_checkpointed(checkpointed_dir)
+    assert not was_checkpointed(uncheckpointed_dir)
+    assert changed_weights(checkpointed_dir, uncheckpointed_dir) == set()
+    losses = [step["loss"] for step in read_steps(uncheckpointed_dir)]
+    assert losses == [step["loss"] for step in read_steps(checkpointed_dir)]
 
 
 def test_checkpointing_in_the_recipe_is_obeyed_without_measuring(

@@ -76,8 +76,9 @@ def test_a_checkpoint_whose_weights_do_not_fit_is_refused(finished_fields: dict[
     tensors = load_file(path)
     tensors["renamed"] = tensors.pop("lm_head.weight")
     save_file(tensors, path, metadata={"format": "pt"})
+    fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True}
     with pytest.raises(ValueError, match=r"Missing: \['lm_head.weight'\]; unexpected: \['renamed'\]"):
-        run(killed_dir, **{**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True})
+        run(killed_dir, **fields)
 
 
 def test_two_runs_do_not_share_a_folder(finished_fields: dict[str, Any], tmp_path: Path) -> None:
@@ -157,10 +158,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(
     finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
+    fields = {**finished_fields, "output_dir": str(out), "save_steps": 1}
     # With this learning rate, step 1 makes the weights explode, so step 2 has no finite loss.
-    fields = {**finished_fields, "learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1}
+    fields |= {"learning_rate": 1e30, "lr_scheduler_type": "constant"}
     with pytest.raises(UserError, match="was not finite in step 2;"):
-        run(tmp_path, **{**fields, "output_dir": str(out)})
+        run(tmp_path, **fields)
     assert find_checkpoint(out, resume=True) == out / "checkpoint-1"
     assert "NaN" not in (out / "metrics.jsonl").read_text()
 
@@ -220,7 +222,8 @@ def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_bias
     finished_fields: dict[str, Any], tmp_path: Path
 ) -> None:
     fields = {**finished_fields, "output_dir": str(tmp_path / "out")}
-    run(tmp_path, **{**fields, "weight_decay": 0.1, "max_steps": 1, "save_steps": 1})
+    fields |= {"weight_decay": 0.1, "max_steps": 1, "save_steps": 1}
+    run(tmp_path, **fields)
     optimizer_state = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)
 
     # For each module and weight decay, the number of the module's tensors that have this weight decay.

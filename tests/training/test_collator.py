@@ -20,7 +20,7 @@ from training.stages import LearningRates, Stage, prepare_stage
 def make_row(folder: Path, answer: str, *further_turns: str, num_images: int = 1) -> dict[str, Any]:
     """A row that asks "What is it?" about `num_images` pictures, which are written into `folder`.
 
-    `further_turns` are the texts of further questions and answers, one after the other.
+    `further_turns` are the texts of further questions and answers, in turn.
     """
     paths = []
     for number in range(num_images):
@@ -120,7 +120,7 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     batch = collate_rows(tokenize, rows, packed)
     batch["pixel_values"] = batch["pixel_values"].double()
 
-    # The same batch without the blank picture's four image tokens, which come last.
+    # Cut off the blank picture's four image tokens, which come last.
     names = ["input_ids", "labels"]
     names.append("position_ids" if packed else "attention_mask")
     without_blank = {name: batch[name][:, :-4] for name in names}

@@ -75,7 +75,7 @@ def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: st
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-10, atol=1e-12)
 
-    # One graph is for batches with padding, and one graph for batches without, to which transformers gives no mask.
+    # transformers makes a mask only for batches with padding, so batches with padding have a graph of their own.
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
 
@@ -150,7 +150,8 @@ ALIGN = {"stage": "align", "vision_learning_rate": None}
 ADAPT = {"stage": "adapt", "vision_learning_rate": None, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.2}
 CHECKPOINTED = {"gradient_checkpointing": True}
 # Packed rows have attention "varlen" by default. On a CPU, "varlen" breaks the graph of a layer into parts. The graph
-# of a checkpointed layer can't be broken, so the layer isn't compiled at all. So most packed runs have sdpa.
+# of a checkpointed layer can't be broken, so with "varlen" such a layer isn't compiled at all. Most packed runs here
+# have sdpa instead.
 PACKED_WITH_SDPA = {**PACKED, "attn_implementation": "sdpa"}
 # The recipe fields of each kind of run, besides `INSTRUCT` and `COMPILED`.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -163,7 +164,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "4 bits": {**ADAPT, **CHECKPOINTED, "load_in_4bit": True},
     "tied embeddings": CHECKPOINTED,
     "bfloat16": {**PACKED_WITH_SDPA, **CHECKPOINTED, "bf16": True},
-    "inductor": {**PACKED_WITH_SDPA, **CHECKPOINTED, "torch_compile_backend": None},
+    "inductor": {**PACKED_WITH_SDPA, **CHECKPOINTED, "torch_compile_backend": None},  # inductor is the default
 }
 # Arguments of the fixture `composed`, for kinds of run that start from another model than the usual one.
 MODELS: dict[str, dict[str, Any]] = {"key adapters": {"key_adapter_rank": 4}, "tied embeddings": {"text": "gemma3"}}

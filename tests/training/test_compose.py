@@ -191,8 +191,8 @@ def test_all_of_a_wide_picture_is_seen_unless_it_is_cropped(backbones: Callable[
 
     # `center_crop` crops pictures if the encoder's own processor does. SigLIP's processor squashes pictures.
     _, processor = compose(*folders, center_crop=True)
-    is_cropped = vision != "siglip"
-    assert shows_edge(processor) is not is_cropped
+    is_cropped = not shows_edge(processor)
+    assert is_cropped == (vision != "siglip")
 
 
 # Chat templates of two language models, whose formats compose.py doesn't know by name.
@@ -286,9 +286,9 @@ def test_a_chat_format_that_cannot_be_kept_is_replaced_by_vicunas_with_a_warning
 
 
 def test_gemma_keeps_every_system_turn(composed: Callable[..., Path]) -> None:
-    """Gemma's format has no system turns: their text stands at the start of the user's turn that follows.
+    """Gemma's format has no system turns. A system message stands at the start of the user's turn that follows.
 
-    If no user's turn follows, the text is a user's turn itself.
+    If no user's turn follows, the message becomes a user's turn itself.
     """
     tokenizer = AutoProcessor.from_pretrained(composed(text="gemma3")).tokenizer
     messages = [
@@ -366,7 +366,7 @@ def test_embeddings_of_zeros_do_not_count_for_the_texts_norm(parts: tuple[str, s
     vision, text = parts
     language_model = AutoModelForCausalLM.from_pretrained(text)
     embeddings = language_model.get_input_embeddings().weight.detach()
-    embeddings[300:] = 0  # as in a vocabulary that is padded to a round number with embeddings of no token
+    embeddings[300:] = 0  # as in a vocabulary that is padded to a round size: no token has these embeddings
     language_model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(text).save_pretrained(tmp_path)
 

@@ -83,7 +83,7 @@ def assert_same_weights(folder: Path, expected_folder: Path, start: Path) -> Non
     weights_before = load_weights(start)
     assert weights.keys() == weights_before.keys()
     for name, weight in weights.items():
-        # The softmax cancels the bias of keys. So the gradient is only rounding, which Adam scales up.
+        # The softmax cancels the bias of keys, so its gradient is only a rounding error, which Adam scales up.
         if name.endswith("k_proj.bias"):
             continue
         distance_moved = (expected_weights[name] - weights_before[name]).norm()
@@ -107,7 +107,7 @@ def assert_same_log(folder: Path, expected_folder: Path, num_steps: int) -> None
                 assert line[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-7), name
 
 
-def test_two_processes_train_as_one_process_which_can_resume_their_run(
+def test_two_processes_train_as_one_does_and_one_can_resume_their_run(
     composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     fields = {**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4, "global_batch_size": 10}
@@ -120,7 +120,7 @@ def test_two_processes_train_as_one_process_which_can_resume_their_run(
     assert_same_log(two, one, num_steps=3)  # 30 rows in global batches of 10
     assert_same_weights(two, one, start=composed())
 
-    # One process resumes the run of two, which `resume_changed` allows.
+    # One process resumes the run of two processes, which `resume_changed` allows.
     resumed = tmp_path / "resumed"
     shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
     fields |= {"resume_from_checkpoint": True, "resume_changed": True}
@@ -217,7 +217,7 @@ def test_two_processes_share_a_stream_with_bad_rows_and_resume_in_it(
     assert changed_weights(uninterrupted, resumed) == set()
     expected_losses = [step["loss"] for step in read_steps(uninterrupted)]
     losses = [step["loss"] for step in read_steps(resumed)]
-    assert losses[-7:] == expected_losses[-7:]  # those of steps 6 to 12, after the checkpoint
+    assert losses[-7:] == expected_losses[-7:]  # the losses of steps 6 to 12, after the checkpoint
 
 
 PADDED_AND_EVALUATED = {
@@ -336,7 +336,7 @@ def test_processes_agree_on_checkpointing(
     if config_name == "fsdp2":
         monkeypatch.setenv("STAGED_FSDP", "1")
 
-    # A pass takes 1000 bytes, and may take 90% of a process's memory.
+    # staged_cpu.py says that a pass takes 1000 bytes. A pass may take 90% of a process's memory.
     memory_of_processes = {"enough": "2000,2000", "too little on one": "2000,1100"}
     checkpointed = {}
     for name, memory in memory_of_processes.items():

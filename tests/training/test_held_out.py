@@ -39,8 +39,10 @@ def held_out(data: Path) -> Path:
     second_answer = {"from": "gpt", "value": "No."}
     for number, row in enumerate(rows):
         turns = row["conversations"]
-        turns[-1]["value"] += " and so on" * (number % 4) ** 2
-        turns += [second_question, second_answer] * (number % 3)
+        num_repeats = (number % 4) ** 2  # 0, 1, 4 or 9
+        turns[-1]["value"] += " and so on" * num_repeats
+        num_further_answers = number % 3
+        turns += [second_question, second_answer] * num_further_answers
 
     path = data.parent / "held_out.json"
     path.write_text(json.dumps(rows))
@@ -227,7 +229,8 @@ def test_the_best_checkpoint_is_kept(fields: dict[str, Any], tmp_path: Path, sav
 def test_two_processes_measure_the_same_losses_as_one_process(
     fields: dict[str, Any], tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    # The last batch of the 11 held-out rows has fewer than 3. With two processes, some batches have no picture.
+    # The 11 held-out rows come in batches of 3, and the last batch is smaller. With two processes, some batches are
+    # without pictures.
     settings = {**fields, **INSTRUCT, **EVERY_TWO_STEPS, **packing, "global_batch_size": 10}
     if not packing:
         settings["per_device_train_batch_size"] = 5

@@ -32,22 +32,23 @@ from training.merge import merge  # noqa: E402
 from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 
 
-# The bandwidths s of MMD's kernels, whose formula is in `plain_mmd`.
+# The bandwidths s of MMD's kernel, whose formula is in `plain_mmd`.
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 ADAPT: dict[str, Any] = {"stage": "adapt", "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
 
 
 def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """The mean over heads of MMD², summed pair by pair, with the mean of the kernels exp(-|x - y|² / (s σ²)).
+    """The mean over heads of MMD², computed pair by pair.
 
-    σ² is the mean squared distance between two keys. There is one kernel for each s in `BANDWIDTHS`.
+    The kernel is the mean of exp(-|x - y|² / (s σ²)) over all s in `BANDWIDTHS`, where σ² is the mean squared distance
+    between two keys.
 
     Args:
         visual, text: Keys, `(num_heads, num_tokens, head_dim)`.
     """
 
     def mean_over_pairs(matrix: torch.Tensor) -> torch.Tensor:
-        """The mean of a matrix outside its diagonal, where a token is paired with itself."""
+        """The mean of a matrix without its diagonal, which pairs each token with itself."""
         num_tokens = len(matrix)
         total = torch.zeros((), dtype=matrix.dtype)
         for i in range(num_tokens):
@@ -60,7 +61,7 @@ def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     for visual_keys, text_keys in zip(visual, text, strict=True):
         keys = torch.cat([visual_keys, text_keys])
         squared_distances = (keys[:, None] - keys[None]).square().sum(-1)  # [num_tokens, num_tokens]
-        sigma_squared = mean_over_pairs(squared_distances).detach()
+        sigma_squared = mean_over_pairs(squared_distances).detach()  # a constant in the gradient
         kernels = [torch.exp(-squared_distances / (bandwidth * sigma_squared)) for bandwidth in BANDWIDTHS]
         kernel = torch.stack(kernels).mean(0)  # [num_tokens, num_tokens]
 
@@ -136,7 +137,7 @@ class Batch:
         folder: The folder of a model.
         data: The path of the fixture `data`, beside which the pictures are.
         packed: Whether the batch is packed.
-        picture_numbers: The number of the picture of each other row.
+        picture_numbers: For each row before the last, the number of its picture.
 
     Attributes:
         inputs: Arguments for the model.
@@ -199,7 +200,7 @@ GRAM_WEIGHT = 0.7
 def load_with_alignment(folder: Path) -> tuple[NormLlavaForConditionalGeneration, KeyAlignment]:
     """A model with key adapters and LoRA, in float64 and in training mode, and the losses on its keys."""
     model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa").double()
-    add_adapters(model, rank=2, alpha=4)
+    add_adapters(model, rank=2, alpha=4)  # changes the model in place
     processor = AutoProcessor.from_pretrained(folder)
     return model.train(), KeyAlignment(model, processor, mmd_weight=MMD_WEIGHT, gram_weight=GRAM_WEIGHT)
 
@@ -249,7 +250,8 @@ def plain_penalty(model: NormLlavaForConditionalGeneration, batch: Batch, with_n
         text = keys_by_head(keys[batch.text], attention, with_norm)
         visual_gram = plain_gram(visual, visual_reference)
         text_gram = plain_gram(text, text_reference)
-        total = total + MMD_WEIGHT * plain_mmd(visual, text) + GRAM_WEIGHT * (visual_gram + text_gram) / 2
+        mean_gram = (visual_gram + text_gram) / 2
+        total = total + MMD_WEIGHT * plain_mmd(visual, text) + GRAM_WEIGHT * mean_gram
     return total / len(attentions)
 
 
@@ -298,8 +300,9 @@ def test_the_penalty_leaves_out_sinks(with_key_adapters: Callable[..., Path], da
     model, alignment = load_with_alignment(folder)
     batch = Batch(folder, data, packed=False)
     # Give a text token of the last row a huge norm, which makes the token a sink.
-    text_ids = batch.inputs["input_ids"][-1][batch.text[-1]]
-    sink_id = int(text_ids[3])
+    last_row = batch.inputs["input_ids"][-1]
+    text_ids = last_row[batch.text[-1]]
+    sink_id = int(text_ids[3])  # any token of the text
     model.get_input_embeddings().weight.data[sink_id] *= 1000
     batch.text &= batch.inputs["input_ids"] != sink_id  # in all rows
     model(**batch.inputs)
@@ -413,7 +416,7 @@ def test_which_stages_train_key_adapters(composed: Callable[..., Path], stage: S
         add_adapters(model, rank=2, alpha=4)
     prepare_stage(model, stage, LearningRates(common=1e-3, vision=1e-4, norm=1e-5))
 
-    num_originals = 0
+    num_originals = 0  # in stage "adapt", PEFT trains copies of modules, and keeps the original modules
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             num_originals += 1
@@ -422,5 +425,4 @@ def test_which_stages_train_key_adapters(composed: Callable[..., Path], stage: S
             assert parameter.requires_grad == (stage is not Stage.ALIGN), name
         elif "k_proj.base" in name:
             assert parameter.requires_grad == (stage is Stage.INSTRUCT), name
-    # In stage "adapt", PEFT trains copies of modules, and keeps the original modules.
     assert (num_originals > 0) == (stage is Stage.ADAPT)

@@ -65,7 +65,7 @@ def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
 
     steps = read_steps(killed)
     expected_steps = read_steps(unbroken)
-    # The 8 steps have 4 rows each. After the data set's 30 rows, a stream begins anew.
+    # 30 rows make 8 steps of 4 rows. The last step has only 2 rows, except in a stream, which begins anew at its end.
     assert len(expected_steps) == 8
     for step, expected in zip(steps, expected_steps, strict=True):
         for name in ("step", "epoch", "loss", "num_tokens", "norm/visual"):

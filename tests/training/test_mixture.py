@@ -74,7 +74,8 @@ def test_sources_with_columns_of_different_types_are_mixed(
     assert second.drawn == 12  # 1.5 times 8
     assert len(rows) == 42
 
-    # Each row has the text and pictures that it has in its source, which is, for example, "/tmp/data.json, row 7".
+    # Each row has the length and the pictures of its original, which `row["source"]` names, for example as
+    # "/tmp/data.json, row 7".
     for row in rows:
         path = data if row["source"].startswith(str(data)) else stored
         number = int(row["source"].split()[-1])

@@ -21,7 +21,6 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
-    set_seed,
 )
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
@@ -108,13 +107,12 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     max_tiles: int,
 ) -> None:
     folder = composed(text=text, spatial_merge_size=spatial_merge_size, max_tiles=max_tiles)
-    set_seed(0)
     padded_batch = collate(folder, rows)
     packed_batch = collate(folder, rows, packed=True)
     assert "attention_mask" not in packed_batch
     assert packed_batch["input_ids"].shape == (1, padded_batch["attention_mask"].sum())
 
-    # The collator gives the starts and lengths of samples that transformers would find in the positions.
+    # The collator gives what transformers would find in the positions: where samples start, and the longest length.
     cu_seq_lens, max_lengths = prepare_fa_kwargs_from_position_ids(packed_batch["position_ids"])
     cu_seq_lens_q, cu_seq_lens_k = cu_seq_lens
     max_length_q, max_length_k = max_lengths
@@ -219,7 +217,8 @@ def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_proc
 
     # With fewer accumulation steps, some packed row would be too long.
     if accumulation_steps > 1:
-        packed_rows = pack_epoch(accumulation_steps - 1, seed=42) + pack_epoch(accumulation_steps - 1, seed=43)
+        fewer_steps = accumulation_steps - 1
+        packed_rows = pack_epoch(fewer_steps, seed=42) + pack_epoch(fewer_steps, seed=43)
         assert any(is_too_long(packed_row) for packed_row in packed_rows)
 
 

@@ -30,7 +30,7 @@ STAGES = {"align": {"stage": "align"}, "instruct": INSTRUCT, "adapt": {"stage": 
 
 @pytest.fixture
 def recipe(composed: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
-    """The fields of a recipe that all stages share."""
+    """The recipe fields that all stages share."""
     return {**FAST, "model_name_or_path": str(composed()), "dataset_name": "none", "output_dir": str(tmp_path / "out")}
 
 
@@ -159,7 +159,7 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
 
 @pytest.mark.slow
 def test_4_bit_weights_and_8_bit_states_are_planned(recipe: dict[str, Any]) -> None:
-    batch = Batch(SAMPLES, tokens=150, supervised=20, is_packed=False)
+    batch = Batch(samples=SAMPLES, tokens=150, supervised=20, is_packed=False)
     lora = make_plan({**recipe, **STAGES["adapt"], "bf16": True}, batch)
     qlora = make_plan({**recipe, **STAGES["adapt"], "bf16": True, "load_in_4bit": True}, batch)
     assert qlora.weights < lora.weights

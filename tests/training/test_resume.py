@@ -43,12 +43,12 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     broken = tmp_path / "broken"
     run(tmp_path, **fields, output_dir=str(unbroken))
 
-    # The broken run has its first checkpoint, a newer checkpoint 99, which can't be used because its state is of
-    # another step, and a line of metrics that was cut off when the run was killed.
+    # The broken run has its first checkpoint, and a line of metrics that was cut off when the run was killed. It also
+    # has a newer checkpoint 99, which can't be used because its state is of another step.
     first_checkpoint = f"checkpoint-{fields['save_steps']}"
     shutil.copytree(unbroken / first_checkpoint, broken / first_checkpoint)
-    shutil.copytree(unbroken / first_checkpoint, broken / "checkpoint-99")
     (broken / "metrics.jsonl").write_text('{"step": 99, "lo')
+    shutil.copytree(unbroken / first_checkpoint, broken / "checkpoint-99")
     with pytest.raises(ValueError, match="already holds a run"):
         run(tmp_path, **fields, output_dir=str(broken))
     run(tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
@@ -95,6 +95,7 @@ def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
     fields["bf16"] = None  # the recipe doesn't say, so the CPU decides
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
+    # An older torch has no `get_capabilities`, so it need not exist (`raising=False`).
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
     run(tmp_path, **fields, output_dir=str(unbroken))
 

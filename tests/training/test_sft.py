@@ -54,7 +54,8 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     assert changed_weights(composed(), stage1) == projector_names
     assert (stage1 / "README.md").read_text() == "written by the user"
 
-    # Stage 2 trains all weights that Llava reads, so not the encoder's last layer and the norm layer after it.
+    # Stage 2 trains all weights that Llava reads. Llava reads neither the encoder's last layer nor the encoder's
+    # final norm.
     unread_modules = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.")
     unread_names = {name for name in names if any(module in name for module in unread_modules)}
     assert len(unread_names) > 0
@@ -170,18 +171,18 @@ def test_the_logged_rate_is_the_highest_if_no_module_has_the_common_rate(
     fields: dict[str, Any], tmp_path: Path
 ) -> None:
     rates = {"learning_rate": 1e-3, "projector_learning_rate": 2e-4, "norm_learning_rate": 1e-5}
-    run(tmp_path, **{**fields, **ONE_STEP, **rates}, stage="align", output_dir=str(tmp_path / "out"))
+    run(tmp_path, **fields, **ONE_STEP, **rates, stage="align", output_dir=str(tmp_path / "out"))
     (step,) = read_steps(tmp_path / "out")
     assert step["learning_rate/multi_modal_projector"] == 2e-4
     assert step["learning_rate"] == 2e-4
     assert step["learning_rate/multi_modal_projector.norm"] == pytest.approx(1e-5)
 
 
-@pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
+@pytest.mark.parametrize("stage_fields", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
 def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_computes(
-    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage: dict[str, Any]
+    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage_fields: dict[str, Any]
 ) -> None:
-    fields |= {**stage, "logging_steps": 1, "global_batch_size": 30, "num_train_epochs": 3}
+    fields |= {**stage_fields, "logging_steps": 1, "global_batch_size": 30, "num_train_epochs": 3}
     run(tmp_path, **fields, output_dir=str(tmp_path / "padded"))
     run(tmp_path, **{**fields, **PACKED}, output_dir=str(tmp_path / "packed"))
 
@@ -194,7 +195,7 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
 
     # The first loss is the model's loss on all rows in one batch. `collate` uses the chat template, as only stage
     # "instruct" does.
-    if stage is INSTRUCT:
+    if stage_fields is INSTRUCT:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
         batch = collate(composed(), list(load_rows(fields["dataset_name"])))
         assert packed_steps[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
@@ -202,7 +203,7 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
 
 def test_the_record_has_the_commit_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git_head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    environment = describe_environment("cpu", 1, resumed=False)
+    environment = describe_environment("cpu", num_processes=1, resumed=False)
     # The record of a working tree with changes has "-dirty" after the commit.
     assert str(environment.commit).removesuffix("-dirty") == git_head.stdout.strip()
 
@@ -213,7 +214,7 @@ def test_the_record_has_the_commit_of_this_code(tmp_path: Path, monkeypatch: pyt
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "of another project"], check=True)
     monkeypatch.setattr("training.run.__file__", str(installed / "run.py"))
-    environment = describe_environment("cpu", 1, resumed=False)
+    environment = describe_environment("cpu", num_processes=1, resumed=False)
     assert environment.commit is None
 
 
@@ -242,19 +243,19 @@ def test_stage_align_refuses_conversations(composed: Callable[..., Path], data: 
     run(tmp_path, **fields, **INSTRUCT, output_dir=str(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
+@pytest.mark.parametrize("stage_fields", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
 def test_a_small_step_moves_every_value_in_bfloat16_training(
-    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage: dict[str, Any]
+    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage_fields: dict[str, Any]
 ) -> None:
     # Adam's first step changes a weight by the learning rate, 1e-5. In bfloat16 the change would be lost: from 0.014,
     # for example, the next number is 6e-5 away.
-    fields |= {**stage, **PACKED, **ONE_STEP, "bf16": True, "learning_rate": 1e-5}
+    fields |= {**stage_fields, **PACKED, **ONE_STEP, "bf16": True, "learning_rate": 1e-5}
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
 
     before = load_weights(composed())
     after = load_weights(tmp_path / "out")
     trained_names = [f"{NORM}.weight", "model.multi_modal_projector.linear_2.weight"]
-    if stage is INSTRUCT:
+    if stage_fields is INSTRUCT:
         trained_names += ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
     for name in trained_names:
         has_changed = (after[name] - before[name]).abs() > 5e-6  # by at least half of the learning rate
@@ -267,7 +268,7 @@ def test_the_rates_of_other_modules_are_logged_if_the_common_rate_is_zero(
 ) -> None:
     # Without a rate of its own, the projector's norm has the common rate.
     rates = {"learning_rate": 0.0, "projector_learning_rate": 2e-4}
-    run(tmp_path, **{**fields, **ONE_STEP, **rates}, stage="align", output_dir=str(tmp_path / "out"))
+    run(tmp_path, **fields, **ONE_STEP, **rates, stage="align", output_dir=str(tmp_path / "out"))
     (step,) = read_steps(tmp_path / "out")
     assert step["learning_rate"] == 0.0
     assert step["learning_rate/multi_modal_projector.norm"] == 0.0

@@ -68,7 +68,8 @@ def test_a_stand_in_keeps_no_unpacked_weights_for_the_backward_pass() -> None:
 
 
 def test_the_stand_in_for_8_bit_adam_has_the_bytes_of_bitsandbytes() -> None:
-    # The states of embeddings and of small parameters stay in 32 bits.
+    # The states of embeddings and of small parameters stay in 32 bits. Both optimizers are told which parameters are
+    # embeddings.
     embedding = nn.Embedding(100, 64)
     large = nn.Parameter(torch.zeros(100, 63))
     small = nn.Parameter(torch.zeros(70))
@@ -80,9 +81,9 @@ def test_the_stand_in_for_8_bit_adam_has_the_bytes_of_bitsandbytes() -> None:
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     manager.register_module_override(embedding, "weight", {"optim_bits": 32})
     optimizer.check_overrides()
+    names = ("state1", "state2", "absmax1", "absmax2")  # without the codebooks, which all parameters share
     for index, parameter in enumerate(parameters):
         optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)
-        names = ("state1", "state2", "absmax1", "absmax2")  # without the codebooks, which all parameters share
         states = optimizer.state[parameter]
         expected = num_bytes(states[name] for name in names if name in states)
         assert num_bytes(planned.state[parameter].values()) == expected

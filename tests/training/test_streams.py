@@ -88,7 +88,7 @@ def collate_names(rows: list[Row]) -> dict[str, Any]:
 def make_batches(
     path: Path, bad_rows: Any = "skip", process: int = 0, num_processes: int = 1, num_workers: int = 0
 ) -> StreamBatches:
-    """The batches of one process, each of two rows. The list of bad rows is written into the folder of `path`."""
+    """The batches of one process. A batch has two rows. Bad rows are listed in the folder of `path`."""
     args: Any = SimpleNamespace(
         per_device_train_batch_size=2,
         process_index=process,

@@ -23,7 +23,7 @@ from training.compose import compose, describe_model, main
 
 
 TILE = 28  # pixels of a side; a tile has four image tokens
-# The width and height of each picture of the rows.
+# The width and height of each picture.
 SIZES = {"square": (TILE, TILE), "wide": (3 * TILE, TILE), "tall": (TILE, 2 * TILE)}
 # The number of tiles of each picture. The wide picture is cut into three tiles and the tall picture into two, and each
 # has one more tile that shows the whole picture.
@@ -127,7 +127,7 @@ def test_both_stages_train(folder: Path, data: Path, tmp_path: Path, packing: di
     stage1 = tmp_path / "stage1"
     stage2 = tmp_path / "stage2"
     source = {"dataset_name": str(data)}
-    # With `max_tiles` 1, stage 1 doesn't cut pictures. Stage 2 does, as the model was composed.
+    # With `max_tiles` 1, stage 1 doesn't cut pictures. Stage 2 does, since the model was composed for tiles.
     run(tmp_path, **source, stage="align", max_tiles=1, model_name_or_path=str(folder), output_dir=str(stage1))
     run(tmp_path, **source, **INSTRUCT, **packing, model_name_or_path=str(stage1), output_dir=str(stage2))
 
@@ -158,7 +158,8 @@ def test_a_projector_is_aligned_on_whole_pictures(backbones: Callable[[str], Pat
     shapes = []
     model.model.vision_tower.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
     align(model, processor, rows, seed=0, steps=1)
-    assert shapes == [(3, 3, TILE, TILE)]  # one pass: three pictures of three colours, each as one tile
+    # The encoder is called once, for three pictures of one tile each. A tile has three colour channels.
+    assert shapes == [(3, 3, TILE, TILE)]
 
 
 @pytest.mark.parametrize(
@@ -174,13 +175,13 @@ def test_what_a_run_cannot_do_with_tiles_is_refused(
     folder: Path, data: Path, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     given = {"dataset_name": str(data), "model_name_or_path": str(folder), "output_dir": str(tmp_path / "out")}
-    with pytest.raises((SystemExit, UserError), match=message):
+    with pytest.raises(UserError, match=message):
         run(tmp_path, **INSTRUCT, **fields, **given)
 
 
 def test_max_tiles_needs_a_model_that_cuts_pictures(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     given = {"dataset_name": str(data), "model_name_or_path": str(composed()), "output_dir": str(tmp_path / "out")}
-    with pytest.raises((SystemExit, UserError), match="max_tiles: this model doesn't cut pictures into tiles"):
+    with pytest.raises(UserError, match="max_tiles: this model doesn't cut pictures into tiles"):
         run(tmp_path, **INSTRUCT, **given, max_tiles=2)
 
 

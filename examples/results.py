@@ -1,4 +1,4 @@
-"""Draws a figure of pictures with a model's answers, and records the model's scores for its card."""
+"""Draws a figure of pictures with a model's answers, and records the model's scores for the model card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +39,7 @@ def draw_answers(
 
 
 def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Add shares of exact matches to a model's evaluation.json. A share of the same measurement is replaced.
+    """Add shares of exact matches to a model's evaluation.json. They replace earlier shares of the same measurements.
 
     Args:
         folder: Folder of the model.

@@ -18,7 +18,7 @@ def draw_answers(
 
     Args:
         images: The eight pictures.
-        titles: For each picture, the text above it.
+        titles: For each picture, the text above it, with the model's answer.
         mistakes: For each picture, the text below it: what the right answer is, or "" if the model's answer is right.
             The texts of a picture with a mistake are red.
         path: File of the figure.

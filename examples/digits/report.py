@@ -40,9 +40,9 @@ ABOUT_PICTURES = "image questions"
 ABOUT_TEXT = "text-only questions"
 LANGUAGE_MODEL = "language model before (ceiling)"
 GUESSING = "guessing"
-# The models whose norms are measured, and their folders. The first is the composed model without the norm layer behind
-# its projector.
+# The composed model without the norm layer behind its projector.
 WITHOUT_NORM = "composed, norm taken out"
+# The models whose norms are measured, and their folders.
 MODELS = {
     WITHOUT_NORM: "composed",
     "composed": "composed",

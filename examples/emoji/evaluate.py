@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the model, and write and print the results."""
     parse(build_parser(), argv)
-    folder = RUN / "stage2"
+    folder = RUN / "stage2"  # of the model
     records = json.loads((RUN / "pictures" / "pictures.json").read_text(encoding="utf-8"))
     names = sorted({record["name"] for record in records})
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
@@ -269,7 +269,7 @@ def probe_encoder(records: list[Record]) -> list[Result]:
 
     results = []
     for kind, features in features_by_kind.items():
-        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1))
+        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1))  # regularized more than by default
         probe.fit(features[is_training_drawing], names[is_training_drawing])
         for artist in HELD_OUT:
             is_by_artist = artists == artist

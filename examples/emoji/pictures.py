@@ -280,7 +280,7 @@ def make_picture_rows(records: Sequence[Record], names: list[str], rng: random.R
 def make_conversation(record: Record, names: list[str], rng: random.Random) -> Turns:
     """A conversation about a picture, which always asks for the name of the thing.
 
-    In four of ten conversations there is also a second question: for the group, or whether the picture shows a certain
+    In four of ten conversations there is also another question: for the group, or whether the picture shows a certain
     thing.
     """
     questions_and_answers = [(ASK_NAME, record["name"])]
@@ -291,9 +291,9 @@ def make_conversation(record: Record, names: list[str], rng: random.Random) -> T
             other_name = choose_other_name(record, names, rng)
             about_thing = (ASK_WHETHER_THERE.format(other_name), "no")
         about_group = (ASK_GROUP, record["group"])
-        second_question = rng.choice([about_group, about_thing])
+        other_question_and_answer = rng.choice([about_group, about_thing])
         position = rng.randrange(2)  # before or after the question for the name
-        questions_and_answers.insert(position, second_question)
+        questions_and_answers.insert(position, other_question_and_answer)
 
     # LLaVA's mark of the picture stands before the first question only.
     (first_question, first_answer), *others = questions_and_answers

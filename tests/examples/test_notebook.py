@@ -1,4 +1,4 @@
-"""Runs the notebooks with other models and pictures than their own."""
+"""Runs the notebooks with other models and pictures than their own, and checks the outputs that they are kept with."""
 
 import json
 import os

@@ -47,7 +47,7 @@ def make_record(block: Block, arm: Arm, seed: int, percent: float = 30.0, proces
         "processor": processor,
         "data": "rows",  # stands for the fingerprint of the rows that the run was trained on
         "minutes": 10.0,
-        "hits": {"twemoji": digits, "emojione": digits, "openmoji": "01"},
+        "hits": {"twemoji": digits, "emojione": digits, "openmoji": "01"},  # one of OpenMoji's two names is right
         "perplexity": 18.0,
         "losses": [2.0, 1.0],
         "start": {"norm": 1.0, "names_by_tokens": 20.0},

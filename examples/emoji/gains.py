@@ -87,8 +87,8 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
     """
     figure, axis = plt.subplots(figsize=(3.9, 2.4), layout="constrained")
     axis.axvline(0, color=FAINT, linewidth=0.8)
-    # The arms' heights count downwards from 0, so in `ylim` (bottom, top) the bottom is the larger number. Some room is
-    # left above the first arm's label and below the last interval.
+    # The arms' heights count downwards from 0, so in `ylim` (bottom, top) the bottom is the larger number. There is
+    # some room above the first arm's label and below the last interval.
     axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
 
     for height, (arm, title) in enumerate(ARMS.items()):

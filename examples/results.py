@@ -1,4 +1,4 @@
-"""Draws a figure of pictures with a model's answers, and records the model's scores for its card."""
+"""Draws a figure of pictures with a model's answers, and records the model's scores for the model card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ def draw_answers(
 
     Args:
         images: The eight pictures.
-        titles: For each picture, the text above it.
+        titles: For each picture, the text above it, with the model's answer.
         mistakes: For each picture, the text below it: what the right answer is, or "" if the model's answer is right.
             The texts of a picture with a mistake are red.
         path: File of the figure.
@@ -39,7 +39,7 @@ def draw_answers(
 
 
 def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Add shares of exact matches to a model's evaluation.json. A share of the same measurement is replaced.
+    """Add shares of exact matches to a model's evaluation.json. They replace earlier shares of the same measurements.
 
     Args:
         folder: Folder of the model.

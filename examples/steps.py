@@ -56,7 +56,7 @@ def run_steps(steps: Sequence[Step]) -> None:
 
 
 def require_no_files(later_steps: Sequence[Step]) -> None:
-    """Check that no later step has written its last files. Once the earlier step has run, they would be outdated.
+    """Check that no step after the one to run has written its last files. The run would make these files outdated.
 
     Raises:
         SystemExit: if one of these files exists.
@@ -82,7 +82,7 @@ def run_step(step: Step) -> None:
         "CUDA_VISIBLE_DEVICES": "",  # hides GPUs, so that every machine gives the same numbers
         "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns in processes that fork
         "TRANSFORMERS_VERBOSITY": "error",  # hides transformers' warnings
-        "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine
+        "OMP_WAIT_POLICY": "passive",  # otherwise waiting threads spin, and starve each other on a busy machine
     }
     started = time.monotonic()
     process = subprocess.run([sys.executable, *step.command], cwd=ROOT, env=environment)

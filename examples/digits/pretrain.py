@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+# This import comes first to silence bitsandbytes, which PEFT imports, and which may warn of kernels that a CPU lacks.
 from common.console import command, parse
 
 
@@ -268,7 +268,7 @@ def train_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
     for row in rows[:500]:  # in 500 rows, each word of the scenes comes up many times
         texts.append(row["caption"])
         texts += [turn["value"] for turn in row["conversations"]]
-    # The words of the chat format, so often that each becomes one token.
+    # The chat format's words are repeated so often that each becomes one token.
     texts += ["user assistant system"] * 100
 
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(

@@ -1,4 +1,4 @@
-"""Runs the quickstart: trains a small vision-language model from scratch that reads unseen handwritten digits.
+"""Runs the quickstart: trains, from scratch, a small vision-language model that reads unseen handwritten digits.
 
     python -m examples.digits.quickstart
 
@@ -21,7 +21,7 @@ from examples.steps import ROOT, Step, run_steps
 logger = logging.getLogger(__name__)
 
 RUN = Path("runs/digits")  # relative to the repository's root
-# The command that the quickstart ends by naming.
+# The command that the quickstart suggests at its end.
 SWEEP = f"python -m diagnostics --model {RUN}/stage2 --data {RUN}/data/probe.json --sweep --output_dir {RUN}/sweep"
 
 
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the steps that are not done, and then the last step, which reports the results."""
+    """Run the steps that are not done. The last step, which reports the results, always runs."""
     parse(build_parser(), argv)
     run_steps(plan_steps())
     logger.info("figures: %s, %s; model: %s", RUN / "norms.png", RUN / "answers.png", RUN / "stage2")

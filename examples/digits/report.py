@@ -40,9 +40,9 @@ ABOUT_PICTURES = "image questions"
 ABOUT_TEXT = "text-only questions"
 LANGUAGE_MODEL = "language model before (ceiling)"
 GUESSING = "guessing"
-# The models whose norms are measured, and their folders. The first is the composed model without the norm layer behind
-# its projector.
+# The composed model without the norm layer behind its projector.
 WITHOUT_NORM = "composed, norm taken out"
+# The models whose norms are measured, and their folders.
 MODELS = {
     WITHOUT_NORM: "composed",
     "composed": "composed",
@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     logger.info("%s\n\n%s", render_shares(shares, len(questions)), render_norms(summaries))
 
 
-def load_scene_questions(data_dir: Path, split: str = "test") -> list[SceneQuestion]:
-    """The questions of a split."""
-    scenes = json.loads((data_dir / f"{split}.json").read_text(encoding="utf-8"))
+def load_scene_questions(data_dir: Path) -> list[SceneQuestion]:
+    """The questions about the test's scenes."""
+    scenes = json.loads((data_dir / "test.json").read_text(encoding="utf-8"))
     questions = []
     for scene in scenes:
         for entry in scene["questions"]:
@@ -135,9 +135,9 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
 
     image_prompts = [make_image_prompt(question) for question in questions]
     text_prompts = [make_text_prompt(question) for question in questions]
-    image_answers = answer_prompts(model, processor, image_prompts, "Answering about pictures")
-    text_answers = answer_prompts(model, processor, text_prompts, "Answering about descriptions")
-    ceiling_answers = answer_prompts(language_model, tokenizer, text_prompts, "The language model alone")
+    image_answers = answer_prompts(model, processor, image_prompts, title="Answering about pictures")
+    text_answers = answer_prompts(model, processor, text_prompts, title="Answering about descriptions")
+    ceiling_answers = answer_prompts(language_model, tokenizer, text_prompts, title="The language model alone")
 
     chance = sum(CHANCE[question.kind] for question in questions) / len(questions)
     shares = {
@@ -198,8 +198,8 @@ def record_shares(folder: Path, shares: dict[str, Shares], num_questions: int) -
 def draw_examples(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
     """Write a figure of eight pictures, each with a question and the model's answer.
 
-    The pictures are those of the first eight scenes, each with its first question. But the last picture has the first
-    question that the model answered wrongly, if there is one.
+    The pictures are those of the first eight scenes, each with its first question. But if the model answered
+    questions wrongly, the first such question takes the last place, with its picture.
     """
     # A scene's questions follow each other, so these are the numbers of the first questions of the first eight scenes.
     chosen = [QUESTIONS_PER_TEST_SCENE * scene for scene in range(8)]

@@ -74,7 +74,7 @@ def write_data(output_dir: Path) -> None:
     `stage1.json` has captions, `stage2.json` has conversations, and `text.json` has the language model's texts.
     `test.json` has the test scenes with their questions, and `held_out.json` has the same questions in LLaVA's layout.
     """
-    # All calls below take random numbers from this generator, so another order of calls would give other data.
+    # The calls that take this generator share its random numbers, so another order of calls would give other data.
     rng = random.Random(0)
     train_scenes = make_scenes("train", rng, output_dir)
     test_scenes = make_scenes("test", rng, output_dir)
@@ -194,7 +194,7 @@ def conversation_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
 
 
 def text_rows(rng: random.Random) -> list[Row]:
-    """The rows that train the language model: for each new scene its description, its caption and a conversation."""
+    """The rows that train the language model: new scenes, each with a description, a caption and a conversation."""
     labels = load_digits().target
     sources = split_digits()["train"]
     rows = []

@@ -32,7 +32,7 @@ from examples.steps import ROOT, Step, run_steps
 logger = logging.getLogger(__name__)
 
 WIDE = RUN / "wide"
-MAX_TILES = 6  # the most tiles of a picture, and how many times as wide as high a picture is
+MAX_TILES = 6  # the most tiles of a picture; also a picture's width over its height
 # The two models: the name of each model's folder, and the most tiles that the model cuts a picture into.
 MODELS = {"tiles": MAX_TILES, "squashed": 1}
 # The files of the quickstart's data whose pictures are made wide: rows to train on, and scenes with test questions.
@@ -112,7 +112,7 @@ def plan_steps() -> list[Step]:
 
 
 def write_data(source: Path, output_dir: Path) -> None:
-    """Write the quickstart's rows and test questions again, and their pictures made wide.
+    """Write the quickstart's rows and test questions again, with wide pictures.
 
     Args:
         source: The folder of the quickstart's data.
@@ -131,7 +131,8 @@ def widen(scene_path: Path, path: Path, rng: random.Random) -> None:
     """Write a picture as wide as `MAX_TILES` scenes, with one scene in a random position."""
     with Image.open(scene_path) as scene:
         picture = Image.new("RGB", (MAX_TILES * scene.width, scene.height))
-        picture.paste(scene, (rng.randrange(MAX_TILES) * scene.width, 0))
+        left = rng.randrange(MAX_TILES) * scene.width
+        picture.paste(scene, (left, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path)
 
@@ -147,7 +148,7 @@ def report() -> None:
         model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
         processor.image_processor.max_patches = max_tiles  # transformers calls tiles patches
-        answers = answer_prompts(model, processor, prompts, f"Answering ({name})")
+        answers = answer_prompts(model, processor, prompts, title=f"Answering ({name})")
         shares[name] = share_right(questions, answers)
 
     lines = [f"right answers, {len(questions)} questions", f"{'':12}{'digit':>10}{'colour':>10}"]

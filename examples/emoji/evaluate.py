@@ -2,8 +2,8 @@
 
     python -m examples.emoji.evaluate
 
-The two artists are held out: the model wasn't trained on their drawings. To compare, linear probes on the features of
-the vision encoder alone are tested on the same drawings. The command writes report.json and answers.png into the
+The two artists are held out: the model wasn't trained on their drawings. For comparison, linear probes on the features
+of the vision encoder alone are tested on the same drawings. The command writes report.json and answers.png into the
 model's folder. The main results also go into the folder's evaluation.json, from which the model's card is made.
 """
 
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the model, and write and print the results."""
     parse(build_parser(), argv)
-    folder = RUN / "stage2"
+    folder = RUN / "stage2"  # of the model
     records = json.loads((RUN / "pictures" / "pictures.json").read_text(encoding="utf-8"))
     names = sorted({record["name"] for record in records})
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def record_results(folder: Path, results: Sequence[Result]) -> None:
-    """Write the results of the model's answers, without guesses and probes, into the model's evaluation.json."""
+    """Write the results of the model's answers into its evaluation.json, without the results to compare with."""
     rows = []
     for result in results:
         if result["seen"] == OWN_DRAWING:
@@ -137,8 +137,6 @@ def ask_about_drawings(
         The results.
         The free answer for each drawing.
     """
-    rng = random.Random(0)
-    other_numbers = choose_others(len(drawings), rng)
     images = [open_picture(drawing) for drawing in drawings]
     blank = Image.new("RGB", images[0].size, "white")
     images_and_blank = [*images, blank]
@@ -147,12 +145,14 @@ def ask_about_drawings(
 
     # Each list of answers ends with the answer for the blank.
     likeliest_names = name_pictures(model, processor, images_and_blank, names)
-    free_answers = answer_prompts(model, processor, name_prompts, "free")
-    groups = answer_prompts(model, processor, group_prompts, "group")
+    free_answers = answer_prompts(model, processor, name_prompts, title="free")
+    groups = answer_prompts(model, processor, group_prompts, title="group")
 
     right_names = [drawing["name"] for drawing in drawings]
     right_groups = [drawing["group"] for drawing in drawings]
     artist = drawings[0]["set"]
+    rng = random.Random(0)
+    other_numbers = choose_others(len(drawings), rng)
     results = [
         *score_with_guesses(artist, "likeliest of all names", likeliest_names, right_names, other_numbers),
         *score_with_guesses(artist, "free answer, exact", free_answers, right_names, other_numbers),
@@ -175,7 +175,7 @@ def choose_others(num_drawings: int, rng: random.Random) -> list[int]:
 def score_with_guesses(
     artist: str, question: str, answers: Sequence[str], right: Sequence[str], other_numbers: Sequence[int]
 ) -> list[Result]:
-    """Score the answers to a question, and two kinds of guesses to compare: answers to other drawings and to a blank.
+    """Score the answers to a question, and two kinds of guesses: answers to other drawings and to a blank.
 
     Args:
         artist: The artist of the drawings.
@@ -193,7 +193,8 @@ def score_with_guesses(
     own_result = score(artist, question, OWN_DRAWING, own_answers, right)
     other_result = score(artist, question, OTHER_DRAWING, other_answers, right)
     blank_result = score(artist, question, BLANK, blank_answers, right)
-    return [own_result, other_result, blank_result | {"answer": blank_answer}]
+    blank_result["answer"] = blank_answer  # the same guess for all drawings
+    return [own_result, other_result, blank_result]
 
 
 def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: list[str]) -> list[str]:
@@ -230,7 +231,7 @@ def ask_whether_there(
             thing = choose_other_name(drawing, names, rng)
             right.append("no")
         prompts.append(make_prompt(ASK_WHETHER_THERE.format(thing), image))
-    answers = answer_prompts(model, processor, prompts, "is it there?")
+    answers = answer_prompts(model, processor, prompts, title="is it there?")
     return score(drawings[0]["set"], "is it there? (for half)", OWN_DRAWING, answers, right)
 
 
@@ -268,7 +269,7 @@ def probe_encoder(records: list[Record]) -> list[Result]:
 
     results = []
     for kind, features in features_by_kind.items():
-        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=100))
+        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1))  # regularized more than by default
         probe.fit(features[is_training_drawing], names[is_training_drawing])
         for artist in HELD_OUT:
             is_by_artist = artists == artist
@@ -311,8 +312,8 @@ def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
     return {
         "perplexity": {"before": perplexity(language_model, tokenizer), "after": perplexity(model, tokenizer)},
         "questions": questions,
-        "before": answer_prompts(language_model, tokenizer, prompts, "before", max_new_tokens=24),
-        "after": answer_prompts(model, processor, prompts, "after", max_new_tokens=24),
+        "before": answer_prompts(language_model, tokenizer, prompts, title="before", max_new_tokens=24),
+        "after": answer_prompts(model, processor, prompts, title="after", max_new_tokens=24),
     }
 
 

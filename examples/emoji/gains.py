@@ -62,16 +62,16 @@ def differences(runs: pd.DataFrame, arm: str, control: str, pair_by: Sequence[st
 def t_interval(values: pd.Series) -> tuple[float, float, float]:
     """The mean of `values`, and the low and the high end of Student's 95% interval around it."""
     mean = values.mean()
-    reach = stats.t.ppf(0.975, len(values) - 1) * values.sem()
-    return mean, mean - reach, mean + reach
+    half_width = stats.t.ppf(0.975, len(values) - 1) * values.sem()
+    return mean, mean - half_width, mean + half_width
 
 
 def read_runs(path: Path = RECORDS) -> pd.DataFrame:
-    """Read the records of the runs that were asked to name Twemoji's drawings.
+    """Read the records of the runs whose models were asked to name Twemoji's drawings.
 
     Returns:
-        One row for each run. `score` is the percentage of right names, which the records call `names`. `norm` is the
-        norm of image embeddings after training, divided by T. The records call it `length`.
+        One row for each run. `score` (in the records: `names`) is the percentage of right names. `norm` (in the
+        records: `length`) is the norm of image embeddings after training, divided by T.
     """
     records = pd.read_json(path, lines=True)
     runs = records.rename(columns={"names": "score", "length": "norm"})
@@ -87,6 +87,9 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
     """
     figure, axis = plt.subplots(figsize=(3.9, 2.4), layout="constrained")
     axis.axvline(0, color=FAINT, linewidth=0.8)
+    # The arms' heights count downwards from 0, so in `ylim` (bottom, top) the bottom is the larger number. There is
+    # some room above the first arm's label and below the last interval.
+    axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
 
     for height, (arm, title) in enumerate(ARMS.items()):
         colour = STYLES[arm]["color"]
@@ -98,15 +101,11 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
 
         label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(gains)} pairs"
         label = label.replace("-", "−")  # true minus signs before numbers; the titles have no hyphens
-        # The label begins at the left edge (0), a little above the interval. -0.3 is upwards, because the vertical
-        # axis is upside down.
+        # The label begins at the left edge (0), a little above the interval (-0.3).
         text = axis.annotate(label, (0, height - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # hides the line at 0 behind the text
         text.set_in_layout(False)  # otherwise a long text would make the axis narrower
 
-    # The limits are the bottom, then the top. The larger number is the bottom, so the axis is upside down, and the
-    # first arm (height 0) is on top. Some room is left above its label and below the last interval.
-    axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
     axis.spines["left"].set_visible(False)
     axis.tick_params(axis="x", labelsize=9)
     axis.set_xlabel("right names: points more than plain Llava", fontsize=9)

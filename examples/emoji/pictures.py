@@ -53,7 +53,7 @@ ASK_GROUP = "Is it nature or food?"
 ASK_WHETHER_THERE = "Is there any {} here?"
 # Questions without a picture.
 ASK_IN_WORDS = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
-ROWS_PER_DRAWING = 3  # rows of stage 2 for each drawing, each with newly chosen questions
+ROWS_PER_DRAWING = 3  # rows of stage 2 for each drawing; every row's questions are chosen anew
 NUM_TEXT_QUESTIONS = 640  # questions without a picture
 TEXT_BATCH = 32  # questions without a picture that the language model answers at once
 MAX_ANSWER_TOKENS = 40  # longer answers of the language model are left out
@@ -135,13 +135,13 @@ class Drawing:
 
 
 class Icon(NamedTuple):
-    """An icon of an icon set, with the same `body` and `size` as a `Drawing`."""
+    """An icon of an icon set. `body` and `size` mean the same as in `Drawing`."""
 
     body: str
     size: int
 
 
-# Icons by the thing's name as `plain_name` returns it. A set may have several icons of a thing.
+# A set's icons by the thing's plain name (see `plain_name`). A set may have several icons of a thing.
 IconSet = dict[str, list[Icon]]
 
 
@@ -200,12 +200,12 @@ def read_package(icon_set: str, version: str, sha256: str, folder: Path) -> dict
 
 
 def read_icons(icons_json: dict[str, Any]) -> IconSet:
-    """The icons in a package's icons.json, by the name as `plain_name` returns it. Aliases count as names."""
+    """The icons in a package's icons.json, by plain name. Aliases count as names."""
     entries = dict(icons_json["icons"])
     for alias, entry in icons_json.get("aliases", {}).items():
         parent = entry["parent"]
-        # An alias is left out if it has fields beside `parent`, which turn or mirror the icon, or if its parent is an
-        # alias.
+        # Only aliases of icons are taken, not aliases of aliases, and only without further fields. Those would turn or
+        # mirror the icon.
         is_plain_alias = set(entry) == {"parent"}
         if is_plain_alias and parent in icons_json["icons"]:
             entries[alias] = icons_json["icons"][parent]
@@ -237,11 +237,12 @@ def has_enough_sets(name: str, icon_sets: dict[str, IconSet]) -> bool:
 
 def find_drawings(name: str, group: str, icon_sets: dict[str, IconSet]) -> list[Drawing]:
     """All sets' drawings of the thing of this name. Of equal drawings in a set, only one is taken."""
+    name_in_rows = name.replace("-", " ")
     drawings = []
     for icon_set, icons in icon_sets.items():
         icons_of_thing = icons.get(plain_name(name), [])
         for icon in dict.fromkeys(icons_of_thing):  # drops equal icons
-            drawings.append(Drawing(icon_set, name.replace("-", " "), group, icon.body, icon.size))
+            drawings.append(Drawing(icon_set, name_in_rows, group, icon.body, icon.size))
     return drawings
 
 
@@ -255,6 +256,7 @@ def render_drawings(drawings: Sequence[Drawing], folder: Path) -> list[Record]:
     for number, drawing in enumerate(tqdm(drawings, desc="Drawing")):
         (folder / drawing.icon_set).mkdir(parents=True, exist_ok=True)
         name_in_path = drawing.name.replace(" ", "-")
+        # The path has a number because a set may draw a thing twice.
         image = f"{drawing.icon_set}/{name_in_path}-{number}.png"
         drawing.render().save(folder / image)
         records.append({"image": image, "set": drawing.icon_set, "name": drawing.name, "group": drawing.group})
@@ -278,7 +280,7 @@ def make_picture_rows(records: Sequence[Record], names: list[str], rng: random.R
 def make_conversation(record: Record, names: list[str], rng: random.Random) -> Turns:
     """A conversation about a picture, which always asks for the name of the thing.
 
-    In four of ten conversations there is also a second question: for the group, or whether the picture shows a certain
+    In four of ten conversations there is also another question: for the group, or whether the picture shows a certain
     thing.
     """
     questions_and_answers = [(ASK_NAME, record["name"])]
@@ -289,9 +291,9 @@ def make_conversation(record: Record, names: list[str], rng: random.Random) -> T
             other_name = choose_other_name(record, names, rng)
             about_thing = (ASK_WHETHER_THERE.format(other_name), "no")
         about_group = (ASK_GROUP, record["group"])
-        second_question = rng.choice([about_group, about_thing])
+        other_question_and_answer = rng.choice([about_group, about_thing])
         position = rng.randrange(2)  # before or after the question for the name
-        questions_and_answers.insert(position, second_question)
+        questions_and_answers.insert(position, other_question_and_answer)
 
     # LLaVA's mark of the picture stands before the first question only.
     (first_question, first_answer), *others = questions_and_answers
@@ -330,9 +332,10 @@ def make_text_rows(names: Sequence[str], rng: random.Random) -> list[Record]:
 
 @torch.no_grad()
 def answer_questions(questions: list[str]) -> list[Record]:
-    """Rows with the questions and with the language model's greedy answers, in the composed model's chat format.
+    """Rows with the questions and the language model's greedy answers.
 
-    A question is left out if its answer isn't complete after `MAX_ANSWER_TOKENS`.
+    The questions are asked in the composed model's chat format. A question is left out if its answer isn't complete
+    after `MAX_ANSWER_TOKENS` tokens.
     """
     model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")

@@ -1,9 +1,9 @@
-"""Makes a model from pretrained backbones that names drawings by artists on whom it wasn't trained.
+"""Makes, from pretrained backbones, a model that names drawings by artists on whom it wasn't trained.
 
     python -m examples.emoji.run
 
 The command downloads two pretrained backbones and nine sets of drawings. Then it composes, aligns and trains a model,
-and asks the model questions. Each step prints about how long it takes on this CPU, and writes a folder below
+and asks the model questions. Each step prints an estimate of its minutes on this CPU, and writes a folder below
 `runs/emoji`. A step is skipped if its folder is complete. Training that was stopped goes on from its last checkpoint.
 """
 
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the steps that are not done, and then the last step, which asks questions."""
+    """Run the steps that are not done. The last step, which asks questions, always runs."""
     parse(build_parser(), argv)
     gflops = measure_gflops()
     steps = []

@@ -174,9 +174,9 @@ def check_statements(num_draws: int, seed: int) -> dict[str, float]:
     first_angle = uniform(0.001, math.pi / 2 - 0.001)
     second_angle = uniform(0.001, math.pi / 2 - 0.001)
     balanced = balanced_angle(first_angle, second_angle)
-    same_direction = torch.ones(1, dtype=torch.float64)
-    cosine_as_drawn = expected_cosine(same_direction, first_angle, second_angle)
-    cosine_if_balanced = expected_cosine(same_direction, balanced, balanced)
+    any_cosine = torch.ones(1, dtype=torch.float64)  # a factor of both sides, so any positive cosine does
+    cosine_as_drawn = expected_cosine(any_cosine, first_angle, second_angle)
+    cosine_if_balanced = expected_cosine(any_cosine, balanced, balanced)
     lemma_fails = cosine_as_drawn > cosine_if_balanced + 1e-12  # more than rounding
 
     # Next, the norm of image tokens is lowered to that of text tokens, and nothing else is changed. So afterwards

@@ -47,9 +47,8 @@ def write_backbone(path: Path, leave_out: str = "") -> dict[str, torch.Tensor]:
             tensors.append(numpy_helper.from_array(weight.numpy().T.copy(), tensor_name))
             layer_path = name_in_file.removesuffix(".weight").replace(".", "/")
             layer = layer_path.replace("layer/", "layer.")  # the dot in "layer.0" stays
-            nodes.append(
-                helper.make_node("MatMul", ["input", tensor_name], ["output"], name=f"/backbone/{layer}/MatMul")
-            )
+            node_name = f"/backbone/{layer}/MatMul"
+            nodes.append(helper.make_node("MatMul", ["input", tensor_name], ["output"], name=node_name))
         else:
             tensors.append(numpy_helper.from_array(weight.numpy(), f"backbone.{name_in_file}"))
 

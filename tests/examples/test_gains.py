@@ -23,7 +23,7 @@ from examples.emoji.gains import (
 def counted_gains(arm: str) -> list[float]:
     """The gain of each pair of an arm's run and its control, in percentage points.
 
-    Right names are counted in the field `hits` of the records. It has a digit for each drawing: "1" for a right name.
+    Right names are counted in the field `hits` of the records, with a digit for each drawing: "1" for a right name.
     """
     hits_by_run: dict[tuple[str, int, str], str] = {}
     for line in RECORDS.read_text(encoding="utf-8").splitlines():
@@ -60,7 +60,7 @@ def test_the_interval_is_that_of_students_t() -> None:
     assert t_interval(values) == pytest.approx((2.0, low, high))  # 2.0 is the mean
 
 
-def test_the_records_hold_every_pair_that_the_figure_shows() -> None:
+def test_gains_are_those_counted_in_the_records() -> None:
     runs = read_runs()
     num_pairs = {}
     for arm in ARMS:

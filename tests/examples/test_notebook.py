@@ -1,4 +1,4 @@
-"""Runs the notebooks with other models and pictures than their own."""
+"""Runs the notebooks with other models and pictures than their own, and checks the outputs that they are kept with."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_diagnose_measures_models(
         picture.rotate(90 * number).save(tmp_path / f"{number}.png")
 
     notebook = nbformat.read(DIAGNOSE, as_version=4)
-    models = {"with": str(composed()), "without": str(composed(projector_norm="none"))}
+    models = {"with norm": str(composed()), "without norm": str(composed(projector_norm="none"))}
     set_parameters(notebook, MODELS=models, DATA=str(tmp_path))
     # The last cell writes a report into a folder of the repository. Here it gets another folder.
     last_cell = code_cells(notebook)[-1]

@@ -17,7 +17,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def line_step(name: str, has_last_file: bool = True) -> Step:
+def make_step(name: str, has_last_file: bool = True) -> Step:
     """A step that adds the line "run" to the file of this name.
 
     With `has_last_file=False` the step names no last file, so it is never done.
@@ -28,7 +28,7 @@ def line_step(name: str, has_last_file: bool = True) -> Step:
 
 
 def test_done_steps_are_skipped_and_steps_without_files_always_run(root: Path) -> None:
-    plan = [line_step("first"), line_step("second"), line_step("report", has_last_file=False)]
+    plan = [make_step("first"), make_step("second"), make_step("report", has_last_file=False)]
     run_steps(plan)
     run_steps(plan)
     assert (root / "first").read_text() == "run\n"
@@ -37,7 +37,7 @@ def test_done_steps_are_skipped_and_steps_without_files_always_run(root: Path) -
 
 
 def test_a_step_is_not_run_again_while_the_result_of_a_later_step_exists(root: Path) -> None:
-    plan = [line_step("first"), line_step("second")]
+    plan = [make_step("first"), make_step("second")]
     run_steps(plan)
     (root / "first").unlink()
     # The folder of the second step's file is ".", the root.
@@ -48,7 +48,7 @@ def test_a_step_is_not_run_again_while_the_result_of_a_later_step_exists(root: P
 def test_a_step_that_fails_ends_the_example(root: Path) -> None:
     failing_step = Step("fails", ["-c", "raise SystemExit(3)"])
     with pytest.raises(SystemExit, match="This step failed"):
-        run_steps([failing_step, line_step("later")])
+        run_steps([failing_step, make_step("later")])
     assert not (root / "later").exists()
 
 
@@ -56,7 +56,7 @@ def test_a_step_that_fails_ends_the_example(root: Path) -> None:
     ("plan", "folder"),
     [
         pytest.param(quickstart.plan_steps(), quickstart.RUN, id="quickstart"),
-        pytest.param([step for step, _ in run.plan_steps()], run.RUN, id="emoji"),
+        pytest.param([step for step, _minutes in run.plan_steps()], run.RUN, id="emoji"),
     ],
 )
 def test_all_steps_but_the_last_have_files_in_the_run_folder(plan: list[Step], folder: Path) -> None:

@@ -47,7 +47,7 @@ def make_record(block: Block, arm: Arm, seed: int, percent: float = 30.0, proces
         "processor": processor,
         "data": "rows",  # stands for the fingerprint of the rows that the run was trained on
         "minutes": 10.0,
-        "hits": {"twemoji": digits, "emojione": digits, "openmoji": "01"},
+        "hits": {"twemoji": digits, "emojione": digits, "openmoji": "01"},  # one of OpenMoji's two names is right
         "perplexity": 18.0,
         "losses": [2.0, 1.0],
         "start": {"norm": 1.0, "names_by_tokens": 20.0},
@@ -74,7 +74,7 @@ def eight_around(mean: float, distance: float) -> list[float]:
 # The statistics
 
 
-def test_arms_on_one_processor_are_compared_as_by_scipy() -> None:
+def test_arms_on_one_processor_are_compared_as_scipy_does() -> None:
     rng = np.random.default_rng(0)
     outcomes_a = rng.normal(28, 2, size=8)
     outcomes_b = rng.normal(31, 2, size=8)
@@ -102,7 +102,9 @@ def test_two_arms_on_one_processor_are_compared_by_a_t_test() -> None:
     rng = np.random.default_rng(0)
     outcomes_a = rng.normal(28, 2, size=8)
     outcomes_b = rng.normal(31, 2, size=8)
-    model = ArmModel(["a"] * 8 + ["b"] * 8, ["a CPU"] * 16, np.concatenate([outcomes_a, outcomes_b]))
+    outcomes = np.concatenate([outcomes_a, outcomes_b])
+    arms = ["a"] * 8 + ["b"] * 8
+    model = ArmModel(arms, ["a CPU"] * 16, outcomes)
     difference = model.difference({"b": 1, "a": -1})
 
     t_test = stats.ttest_ind(outcomes_b, outcomes_a)
@@ -118,16 +120,17 @@ def test_a_processor_that_is_better_for_all_arms_changes_no_comparison() -> None
     processors = ["a CPU"] * 10 + ["a GPU"] * 6
     outcomes = rng.normal(30, 2, size=16)
     is_on_gpu = np.array(processors) == "a GPU"
-    shifted_outcomes = outcomes + 50.0 * is_on_gpu
+    shifted_outcomes = np.where(is_on_gpu, outcomes + 50.0, outcomes)
+    a_less_b = {"a": 1, "b": -1}
 
-    without_shift = ArmModel(arms, processors, outcomes).difference({"a": 1, "b": -1})
-    with_shift = ArmModel(arms, processors, shifted_outcomes).difference({"a": 1, "b": -1})
+    without_shift = ArmModel(arms, processors, outcomes).difference(a_less_b)
+    with_shift = ArmModel(arms, processors, shifted_outcomes).difference(a_less_b)
     assert with_shift.estimate == pytest.approx(without_shift.estimate)
     assert with_shift.low == pytest.approx(without_shift.low)
     assert with_shift.p == pytest.approx(without_shift.p)
 
     # A linear model that doesn't know the processors has a much wider interval.
-    without_processors = ArmModel(arms, ["a CPU"] * 16, shifted_outcomes).difference({"a": 1, "b": -1})
+    without_processors = ArmModel(arms, ["a CPU"] * 16, shifted_outcomes).difference(a_less_b)
     width = with_shift.high - with_shift.low
     width_without_processors = without_processors.high - without_processors.low
     assert width_without_processors > 5 * width
@@ -186,8 +189,8 @@ def test_effects_of_norm_and_rate_by_hand() -> None:
     # Each arm has eight outcomes at a distance of 1 from its mean, so the variance of a run is 8/7. The effect of norm
     # is the difference of two means of 16 runs each, so its variance is 2/16 of a run's variance. 2.0484 is the 97.5%
     # quantile of Student's t with 28 degrees of freedom: 32 runs less 4 arms.
-    reach = 2.0484 * (8 / 7 * 2 / 16) ** 0.5
-    assert effects["norm"].high - 4.0 == pytest.approx(reach, abs=1e-3)
+    half_width = 2.0484 * (8 / 7 * 2 / 16) ** 0.5
+    assert effects["norm"].high - 4.0 == pytest.approx(half_width, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +268,7 @@ def block_2_records(layer_norm_mean: float) -> list[Record]:
 def test_block_2_gets_more_seeds_only_if_scaling_and_norm_are_unclear() -> None:
     unclear_records = block_2_records(layer_norm_mean=34)
     assert needs_more_seeds(unclear_records)
-    longer_block_2, _ = study.planned_blocks(unclear_records)
+    longer_block_2, _block_1 = study.planned_blocks(unclear_records)
     assert len(cells_left(longer_block_2, unclear_records, "a CPU")) == 3 * 8  # three arms with eight more seeds
 
     clear_records = block_2_records(layer_norm_mean=30)

@@ -33,17 +33,15 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, dump_recipe, load_weights
 
 
-PROJECTOR = "model.multi_modal_projector"
-
-
 # The arms' models and learning rates
 
 
 def test_all_arms_start_from_the_shared_projector(composed: Callable[..., Path], tmp_path: Path) -> None:
     # A seed's shared start. Its file says that the projector's second layer was divided by k = 4.
-    shared = NormLlavaForConditionalGeneration.from_pretrained(composed(projector_norm="none"))
+    model_folder = composed(projector_norm="none")
+    shared = NormLlavaForConditionalGeneration.from_pretrained(model_folder)
     shared.save_pretrained(tmp_path)
-    AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(model_folder).save_pretrained(tmp_path)
     (tmp_path / START_FILE).write_text(json.dumps({"seed": 1, "k": 4.0}))
     features = torch.randn(2, 4, 24)  # [num_pictures, num_patches, width of the vision encoder]
     shared_output = shared.model.multi_modal_projector(features)
@@ -65,7 +63,8 @@ def test_all_arms_start_from_the_shared_projector(composed: Callable[..., Path],
     embedding_norms = with_norm.get_input_embeddings().weight.norm(dim=-1)
     text_norm = embedding_norms[embedding_norms > 0].mean()  # without rows of zeros, which stand for no token
     hidden_size = 32  # width of the language model
-    expected = nn.functional.layer_norm(4 * shared_output, (hidden_size,)) * text_norm / hidden_size**0.5
+    normalized = nn.functional.layer_norm(4 * shared_output, (hidden_size,))  # with the norm √hidden_size
+    expected = normalized * text_norm / hidden_size**0.5
     assert torch.allclose(with_norm.model.multi_modal_projector(features), expected, atol=1e-5)
     assert with_norm.config.projector_norm == "gwc"
 
@@ -157,7 +156,7 @@ def test_the_second_layer_learns_at_its_own_rate(composed: Callable[..., Path], 
     before = load_weights(composed())
     after = load_weights(trained_one_step)
     for layer, rate in (("linear_1", 1e-3), ("linear_2", 4e-3)):
-        name = f"{PROJECTOR}.{layer}.weight"
+        name = f"model.multi_modal_projector.{layer}.weight"
         largest_change = (after[name] - before[name]).abs().max()
         assert largest_change.item() == pytest.approx(rate, rel=1e-2)
 
@@ -238,7 +237,7 @@ def test_tokens_point_at_the_name_that_they_are_made_from(
         """Four equal image tokens for each drawing: its name's mean text embedding, with three times the norm T."""
         tokens = []
         for record in records:
-            name = f" {record['name']}"
+            name = f" {record['name']}"  # with the space before a word inside a sentence
             ids = processor.tokenizer(name, add_special_tokens=False, return_tensors="pt").input_ids
             mean_embedding = model.get_input_embeddings()(ids)[0].mean(dim=0)  # [hidden_size]
             token = 3 * text_norm * nn.functional.normalize(mean_embedding, dim=-1)

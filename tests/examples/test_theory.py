@@ -29,10 +29,10 @@ def test_the_expected_cosine_is_the_mean_of_random_draws(attraction: float) -> N
 def test_turning_the_image_token_too_lowers_the_cosine() -> None:
     no_turn = torch.zeros(())
     half_right_angle = torch.tensor(math.pi / 4)
-    same_direction = torch.ones(())  # the tokens' cosine before they turn
+    cosine = torch.ones(())  # before they turn, the tokens have the same direction
 
-    only_text_turns = theory.expected_cosine(same_direction, no_turn, half_right_angle)
-    both_turn = theory.expected_cosine(same_direction, half_right_angle, half_right_angle)
+    only_text_turns = theory.expected_cosine(cosine, no_turn, half_right_angle)
+    both_turn = theory.expected_cosine(cosine, half_right_angle, half_right_angle)
     assert only_text_turns.item() == pytest.approx(0.7071, abs=1e-4)  # cos 45°
     assert both_turn.item() == pytest.approx(0.5)  # cos 45° squared
 
@@ -51,7 +51,7 @@ def test_turning_more_helps_only_in_the_window_of_attraction() -> None:
     cosine = torch.tensor(0.5, dtype=torch.float64)
     smaller_angle = torch.tensor(0.05, dtype=torch.float64)
     larger_angle = torch.tensor(0.7, dtype=torch.float64)
-    theta_text = larger_angle
+    theta_text = larger_angle  # as if the image token's norm had been lowered to the text token's
     low, high = theory.attraction_window(cosine, theta_text, smaller_angle, larger_angle)
     assert 0 < low < high < 1
 

@@ -22,7 +22,7 @@ def test_a_wide_picture_has_one_scene_and_is_black_elsewhere(tmp_path: Path) -> 
         assert picture.size == (6 * 32, 32)
         left, top, right, bottom = picture.getbbox()  # the smallest box with all that isn't black
     assert (right - left, bottom - top) == (32, 32)
-    assert left % 32 == 0
+    assert left % 32 == 0  # the scene fills one tile
 
 
 def test_rows_stay_as_they_are_and_their_pictures_are_written(tmp_path: Path) -> None:

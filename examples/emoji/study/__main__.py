@@ -113,8 +113,9 @@ def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float
     steps_by_block = {block.number: block.steps for block in BLOCKS}
     minutes_per_step = []
     for record in records:
-        if record["processor"] == processor and record["block"] in steps_by_block:
-            minutes_per_step.append(record["minutes"] / steps_by_block[record["block"]])
+        num_steps = steps_by_block.get(record["block"])  # None for a block that isn't planned
+        if record["processor"] == processor and num_steps is not None:
+            minutes_per_step.append(record["minutes"] / num_steps)
     if not minutes_per_step:
         return None
     return sum(minutes_per_step) / len(minutes_per_step)
@@ -137,7 +138,7 @@ class Runner:
         self._environment = {
             **os.environ,
             "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns in processes that fork
-            "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait would take time from other runs
+            "OMP_WAIT_POLICY": "passive",  # otherwise waiting threads spin, and take time from other runs
         }
         if at_once > 1:
             num_cores = os.cpu_count() or 1  # None if the system doesn't say
@@ -251,7 +252,7 @@ def main() -> None:
 
 
 def next_cells(blocks: Sequence[Block], records: Sequence[Record], processor: str) -> list[Cell]:
-    """The first unfinished block's runs that are left. The list is empty if all blocks are done."""
+    """The runs that are left of the first unfinished block. The list is empty if all blocks are done."""
     for block in blocks:
         cells = cells_left(block, records, processor)
         if cells:

@@ -44,7 +44,8 @@ def percent_right(digits: str) -> float:
 
 def primary_outcome(record: Record) -> float:
     """The outcome of a run: the percentage of right names, averaged over the two primary artists."""
-    return float(np.mean([percent_right(record["hits"][artist]) for artist in PRIMARY]))
+    percentages = [percent_right(record["hits"][artist]) for artist in PRIMARY]
+    return float(np.mean(percentages))
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,9 @@ class ArmModel:
     def difference(self, weights: Mapping[str, float]) -> Difference:
         """A weighted sum of the arms' means, tested against 0. The sum of the weights must be 0, as with 1 and -1."""
         estimate, error = self._estimate(weights)
-        reach = stats.t.ppf(0.975, self._degrees_of_freedom) * error
+        half_width = stats.t.ppf(0.975, self._degrees_of_freedom) * error
         p = 2 * stats.t.sf(abs(estimate) / error, self._degrees_of_freedom)
-        return Difference(estimate, estimate - reach, estimate + reach, float(p))
+        return Difference(estimate, low=estimate - half_width, high=estimate + half_width, p=float(p))
 
     def pair(self, arm: str, other: str, level: float) -> Pair:
         """The difference of two arms, adjusted for the comparison of all pairs of arms.
@@ -168,16 +169,16 @@ class ArmModel:
         """
         weights = {arm: 1.0, other: -1.0}
         estimate, error = self._estimate(weights)
-        # Tukey's distribution is in units of the standard error of a mean. That of a difference is √2 times as large.
+        # Tukey's distribution is in units of a mean's standard error. A difference has √2 times that error.
         tukey = stats.studentized_range(len(self.arms), self._degrees_of_freedom)
-        reach = tukey.ppf(1 - level) / 2**0.5 * error
+        half_width = tukey.ppf(1 - level) / 2**0.5 * error
         p = tukey.sf(2**0.5 * abs(estimate) / error)
         return Pair(
             arm=arm,
             other=other,
             difference=self.difference(weights),
-            adjusted_low=estimate - reach,
-            adjusted_high=estimate + reach,
+            adjusted_low=estimate - half_width,
+            adjusted_high=estimate + half_width,
             adjusted_p=float(p),
             level=level,
         )
@@ -196,13 +197,14 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """Adjust the p of several tests by Holm's method. Keys are the tests' names.
 
     The smallest p is multiplied by the number of tests, the second smallest by that number less one, and so on. No
-    adjusted p is above 1 or below that of a test with a smaller p.
+    adjusted p is above 1, or below the adjusted p of a test with a smaller p.
     """
     adjusted: dict[str, float] = {}
     adjusted_p = 0.0
     num_left = len(p_values)
     for name in sorted(p_values, key=lambda test: p_values[test]):
-        adjusted_p = max(adjusted_p, min(1.0, num_left * p_values[name]))
+        multiplied_p = min(1.0, num_left * p_values[name])
+        adjusted_p = max(adjusted_p, multiplied_p)
         adjusted[name] = adjusted_p
         num_left -= 1
     return adjusted
@@ -251,6 +253,7 @@ def judge_block_1(records: Sequence[Record]) -> dict[str, Difference]:
     # The weights 0.5 and -0.5 give the mean of two arms less the mean of the other two.
     norm = {SCALED.name: 0.5, SCALED_SLOWLY.name: 0.5, NOTHING_FAST.name: -0.5, NOTHING.name: -0.5}
     rate = {SCALED.name: 0.5, SCALED_SLOWLY.name: -0.5, NOTHING_FAST.name: 0.5, NOTHING.name: -0.5}
+    # The faster second layer's gain at norm T less its gain at norm kT.
     interaction = {SCALED.name: 1.0, SCALED_SLOWLY.name: -1.0, NOTHING_FAST.name: -1.0, NOTHING.name: 1.0}
     return {
         "norm": model.difference(norm),

@@ -1,6 +1,7 @@
 """The plan of the study in docs/study.md: its blocks, their arms and seeds, and which runs are left.
 
 A block asks a question. An arm is one way to make and train a model. A cell is one run: an arm of a block with a seed.
+A processor is a kind of CPU or GPU.
 """
 
 from collections import defaultdict
@@ -106,7 +107,7 @@ def arms_done(block: Block, records: Sequence[Record]) -> dict[tuple[int, str], 
 def complete_seeds(block: Block, records: Sequence[Record]) -> dict[int, str]:
     """The complete seeds of a block, each with the name of the processor that completed it first.
 
-    A seed is complete if one processor has run every arm with it. A processor is a kind of CPU or GPU.
+    A seed is complete if one processor has run every arm with it.
 
     Args:
         block: The block.

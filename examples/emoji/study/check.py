@@ -46,7 +46,7 @@ def compose_arm(projector: Projector, seed: int, folder: Path) -> None:
     """Compose and align an arm by `training/compose.py`, on the same captions as in the study."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     captions = write_rows("captions.json", folder.parent)
-    compose = [
+    arguments = [
         "training/compose.py",
         f"--vision_model={RUN / 'vision'}",
         f"--text_model={RUN / 'text'}",
@@ -57,7 +57,7 @@ def compose_arm(projector: Projector, seed: int, folder: Path) -> None:
         f"--output_dir={folder}",
         *OPTIONS[projector],
     ]
-    subprocess.run([sys.executable, *compose], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True)
 
 
 def mean_cosine(tokens: torch.Tensor, other_tokens: torch.Tensor) -> float:
@@ -81,10 +81,10 @@ def check_arms(seed: int) -> list[dict[str, Any]]:
 
     rows = []
     for arm in BLOCK_2.arms:
-        composed = folder / arm.projector.value
-        if not (composed / "processor_config.json").exists():  # the file that compose.py writes last
-            compose_arm(arm.projector, seed, composed)
-        model_by_compose = NormLlavaForConditionalGeneration.from_pretrained(composed)
+        composed_folder = folder / arm.projector.value
+        if not (composed_folder / "processor_config.json").exists():  # the file that compose.py writes last
+            compose_arm(arm.projector, seed, composed_folder)
+        model_by_compose = NormLlavaForConditionalGeneration.from_pretrained(composed_folder)
         model_by_study, processor = make_arm_model(arm, shared_start)  # both models have the same processor
 
         for made_by, model in (("study", model_by_study), ("command", model_by_compose)):

@@ -21,7 +21,7 @@ from training.align import embed_captions
 # secondary artist's drawings are only reported.
 PRIMARY = ("twemoji", "emojione")
 SECONDARY = ("openmoji",)
-MAX_GRAD_NORM = 1.0  # above this norm, the trainer clips the gradient of a module
+MAX_GRAD_NORM = 1.0  # the recipe's; above this norm, the trainer clips the gradient of a module
 BATCH_SIZE = 64  # drawings that the vision encoder takes at once
 # Names whose drawings are near copies of each other, found among the drawings to train on. A name on the left counts
 # as the name on the right.
@@ -92,17 +92,17 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
         drawings += drawings_by(artist)
     names = all_names()
     tokens = image_tokens(model, processor, drawings)
-    text_norm = text_norm_target(vocabulary_norms(model))
 
-    # As in training/align.py, the vocabulary's mean embedding is subtracted before directions are compared. It is in
-    # units of the embeddings' mean norm, so image tokens are scaled to norm 1 first.
+    # As in training/align.py, the vocabulary's mean embedding is subtracted before directions are compared. This mean
+    # is in units of the embeddings' mean norm, so image tokens are scaled to norm 1 first.
     name_directions, mean_embedding = embed_captions(model, processor, names)
-    token_directions = nn.functional.normalize(tokens, dim=-1) - mean_embedding
-    drawing_directions = nn.functional.normalize(token_directions.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]
+    centered_tokens = nn.functional.normalize(tokens, dim=-1) - mean_embedding
+    drawing_directions = nn.functional.normalize(centered_tokens.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]
     cosines = drawing_directions @ name_directions.T  # [num_drawings, num_names]
     nearest_names = [names[index] for index in cosines.argmax(dim=-1).tolist()]
 
     hits = [is_right(name, drawing) for name, drawing in zip(nearest_names, drawings, strict=True)]
+    text_norm = text_norm_target(vocabulary_norms(model))
     return {
         "norm": token_norms(tokens).mean().item() / text_norm,
         "names_by_tokens": 100 * sum(hits) / len(hits),
@@ -118,14 +118,14 @@ def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProc
         `perplexity`: the perplexity of text that no model here is trained on.
     """
     names = all_names()
-    hits = {}
+    digits_by_artist = {}
     for artist in (*PRIMARY, *SECONDARY):
         drawings = drawings_by(artist)
         images = [open_picture(drawing) for drawing in drawings]
         given_names = name_pictures(model, processor, images, names)
-        are_right = [is_right(name, drawing) for name, drawing in zip(given_names, drawings, strict=True)]
-        hits[artist] = as_digits(are_right)
-    return {"hits": hits, "perplexity": perplexity(model, processor.tokenizer)}
+        hits = [is_right(name, drawing) for name, drawing in zip(given_names, drawings, strict=True)]
+        digits_by_artist[artist] = as_digits(hits)
+    return {"hits": digits_by_artist, "perplexity": perplexity(model, processor.tokenizer)}
 
 
 def measure_gain(model: Any) -> float | None:

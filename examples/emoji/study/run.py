@@ -55,7 +55,7 @@ def processor_name() -> str:
 def claim_folder(folder: Path, commit: str) -> None:
     """Make a folder, or empty it, unless this commit has begun it on this kind of CPU or GPU.
 
-    Otherwise training would go on from another commit's or another processor's checkpoint in the folder.
+    Training goes on from a checkpoint in the folder, which must not be another commit's or another processor's.
     """
     begun_by = {"commit": commit, "processor": processor_name()}
     marker = folder / "begun_by.json"
@@ -83,18 +83,18 @@ def train_model(cell: Cell, untrained: Path, trained: Path, rate: float) -> None
         trained: Folder to write the trained model to.
         rate: Learning rate of the projector's second layer.
     """
-    rows = write_rows("train.json", untrained)
+    rows_file = write_rows("train.json", untrained)
     options = {
         "config": RECIPE,
         "model_name_or_path": untrained,
-        "dataset_name": rows,
+        "dataset_name": rows_file,
         "image_folder": RUN / "pictures",
         "output_dir": trained,
         "seed": cell.seed,
         "max_steps": cell.block.steps,
         "projector_learning_rate": PROJECTOR_RATE,
         "norm_learning_rate": NORM_RATE,
-        "bf16": "false",
+        "bf16": "false",  # the study trains in float32
         "resume_from_checkpoint": "true",
     }
     command = [sys.executable, "-m", "examples.emoji.study.train", str(rate)]
@@ -147,7 +147,7 @@ def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Recor
         "second_layer_rate": rate,
         "start": measures_at_start,
         "end": measure_tokens(model, llava_processor),
-        "gain": measure_gain(model),  # the LayerNorm's weight
+        "gain": measure_gain(model),  # how much the LayerNorm's weight has grown
         **read_training(trained),  # `losses` and `clipped`
         **measure_model(model, llava_processor),  # `hits` and `perplexity`
         # If the run was stopped and resumed, these are the minutes since it was resumed.

@@ -70,18 +70,18 @@ def make_start(seed: int, folder: Path) -> None:
     del unscaled_model
 
     # Everything is written into another folder, which is renamed at the end. So if `folder` exists, it is complete.
-    unfinished = folder.with_name(f"{folder.name}-aside")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    captions_file = write_rows("captions.json", unfinished)
+    unfinished_folder = folder.with_name(f"{folder.name}-aside")
+    shutil.rmtree(unfinished_folder, ignore_errors=True)
+    unfinished_folder.mkdir(parents=True)
+    captions_file = write_rows("captions.json", unfinished_folder)
     captions: Any = load_rows(str(captions_file), str(RUN / "pictures"))
     model, processor = compose(**arguments, scale_projector=True)
     align(model, processor, captions, seed)
 
-    model.save_pretrained(unfinished)
-    processor.save_pretrained(unfinished)
-    (unfinished / START_FILE).write_text(json.dumps({"seed": seed, "k": k}), encoding="utf-8")
-    unfinished.replace(folder)
+    model.save_pretrained(unfinished_folder)
+    processor.save_pretrained(unfinished_folder)
+    (unfinished_folder / START_FILE).write_text(json.dumps({"seed": seed, "k": k}), encoding="utf-8")
+    unfinished_folder.replace(folder)
 
 
 def read_norm_ratio(start: Path) -> float:

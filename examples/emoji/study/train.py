@@ -31,7 +31,7 @@ class SecondLayerTrainer(NormLlavaTrainer):
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of `NormLlavaTrainer`, but the second layer's parameters are in groups of their own."""
-        if self.optimizer is not None:  # its groups have been divided already
+        if self.optimizer is not None:  # an earlier call has divided its groups
             return self.optimizer
 
         optimizer = super().create_optimizer(model)

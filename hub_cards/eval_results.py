@@ -39,14 +39,14 @@ def write_eval_results(folder: Path, evaluations: Sequence[Evaluation], benchmar
         task = tasks.get(hub_id)
         if task is None:  # the dataset is not registered
             continue
-        _, name = hub_id.split("/")
         entry = EvalResultEntry(
             dataset_id=hub_id,
             task_id=task,
             value=leaderboard_value(evaluation),
             notes=describe_method(evaluation),
         )
-        entries_by_file.setdefault(f"{name}.yaml", []).append(entry)
+        _, dataset_name = hub_id.split("/")
+        entries_by_file.setdefault(f"{dataset_name}.yaml", []).append(entry)
 
     for file_name, entries in entries_by_file.items():
         path = folder / RESULTS_FOLDER / file_name

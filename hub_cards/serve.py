@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 # can name files of this machine as pictures, and `generation_config` replaces the model's settings of generation.
 REFUSED_FIELDS = ("chat_template_kwargs", "generation_config")
 
-# What the `url` of a picture begins with if it isn't a path.
+# How the `url` of a picture begins. Any other `url` is refused as a path.
 PICTURE_PREFIXES = ("data:", "http://", "https://")
 
 # The routes of `transformers serve` that are kept. Through other routes, a request can make the server run the code of
@@ -106,7 +106,7 @@ def build_app(model: str, revision: str) -> Any:
     handlers["response_handler"] = response_handler
     app = build_server(manager, generation_state=state, **handlers)
 
-    # `build_server` adds the routes of all handlers, also of those that are `None`.
+    # `build_server` adds the routes of all handlers, also of those that are `None`. Some routes have no `path`.
     kept_routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.router.routes[:] = kept_routes
 
@@ -168,7 +168,8 @@ def read_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[st
     """
     from transformers.cli.serving.utils import BaseHandler
 
-    # Each part of the result has a "type". A picture has a "url", which holds the URL, the base64 text or a path.
+    # Each part of the result has a "type". A picture has a "url": a URL, base64 text, a path, or whatever JSON value the
+    # request holds there.
     processor_messages = BaseHandler.get_processor_inputs_from_messages(messages, modality)
     for message in processor_messages:
         for part in message["content"]:

@@ -19,7 +19,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from hub_cards.build import BuildOptions, build_release
 from hub_cards.check import find_faults
 from hub_cards.contents import read_json, read_processor
-from hub_cards.facts import load_config
+from hub_cards.facts import read_normllava_config
 from hub_cards.plain import added_fields, is_plain_llava
 from hub_cards.push import push_release
 from hub_cards.serve import build_app
@@ -49,7 +49,7 @@ def release(run: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.
 
 def is_plain(folder: Path) -> bool:
     """Whether the model of a run's folder is a plain Llava."""
-    return is_plain_llava(load_config(folder), read_processor(folder))
+    return is_plain_llava(read_normllava_config(folder), read_processor(folder))
 
 
 def test_a_model_without_a_norm_layer_is_a_plain_llava(run: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_model_with_a_new_config_field_is_no_plain_llava(run: Path) -> None:
         later_field: int = 0
 
     config = LaterConfig(projector_norm="none")
-    assert added_fields(config) == {"later_field"} | added_fields(load_config(run))
+    assert added_fields(config) == {"later_field"} | added_fields(read_normllava_config(run))
     assert not is_plain_llava(config, read_processor(run))
 
 

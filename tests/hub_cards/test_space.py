@@ -81,6 +81,13 @@ def test_a_word_is_as_likely_as_its_tokens_together(
     assert second_word.with_picture != second_word.with_grey
 
 
+def test_a_character_of_several_tokens_is_shown_whole(space: ModuleType, words_module: ModuleType) -> None:
+    tokenizer = space.processor.tokenizer
+    answer_ids = tokenizer("für 字").input_ids  # a token for each byte: two for "ü", three for "字"
+    words = words_module.split_into_words(tokenizer, answer_ids)
+    assert words == [("für", [0, 1, 2, 3]), ("字", [4, 5, 6, 7])]
+
+
 def test_the_figure_shows_the_first_words(words_module: ModuleType) -> None:
     words = [words_module.Word(f"word{number}", 0.75, 0.25) for number in range(20)]
     words[0] = words_module.Word("$5$", 0.5, 0.1)

@@ -114,7 +114,7 @@ with gr.Blocks(title=NAME) as demo:
         inputs=[picture_input, question_box],
         outputs=[answer_box, plot],
     )
-demo.queue(max_size=20)
+demo.queue(max_size=20)  # at most 20 questions wait
 
 if __name__ == "__main__":
     demo.launch(max_file_size="20mb")

@@ -168,8 +168,8 @@ def read_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[st
     """
     from transformers.cli.serving.utils import BaseHandler
 
-    # Each part of the result has a "type". A picture has a "url": a URL, base64 text, a path, or whatever JSON value the
-    # request holds there.
+    # Each part of the result has a "type". A picture has a "url" with a URL, base64 text, a path, or any other JSON
+    # value that a client sends.
     processor_messages = BaseHandler.get_processor_inputs_from_messages(messages, modality)
     for message in processor_messages:
         for part in message["content"]:

@@ -62,7 +62,7 @@ class Repository:
             revision: The branch "main", a tag, or a commit's id.
 
         Raises:
-            HTTPException: if there is no such revision. The server answers with its status.
+            HTTPException: if there is no such revision. The server answers with the exception's status.
         """
         ids_by_name = {"main": self.head, **self.tags}
         commit_id = ids_by_name.get(revision, revision)  # a revision without an entry is a commit's id
@@ -111,7 +111,7 @@ class HubServer:
         """The repository.
 
         Raises:
-            HTTPException: if there is no repository. The server answers with its status.
+            HTTPException: if there is no repository. The server answers with the exception's status.
         """
         if self.created_repository is None:
             raise HTTPException(404, "not found", {"X-Error-Code": "RepoNotFound"})

@@ -68,13 +68,13 @@ def name_parts(run: Path, text: str | None, vision: str | None) -> None:
 def test_a_build_keeps_other_files_beside_the_release(
     trained_run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
+    # The build writes the Space's files into `release-space`, and does not touch `space`.
     for folder in ("space", "release-space"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.txt").write_text("mine")
     build_card(trained_run, **OWN_LICENCE)
-    assert (tmp_path / "space" / "mine.txt").exists()
+    assert [path.name for path in (tmp_path / "space").iterdir()] == ["mine.txt"]
 
-    # The build writes the Space's files into the folder `release-space`.
     names = [path.name for path in (tmp_path / "release-space").iterdir()]
     for name in ("mine.txt", "app.py", "pixels.py"):
         assert name in names

@@ -70,13 +70,14 @@ def test_a_model_without_a_norm_layer_is_a_plain_llava(run: Path) -> None:
 def test_a_model_with_what_llava_lacks_is_no_plain_llava(
     options: dict[str, Any], composed: Callable[..., Path]
 ) -> None:
-    assert not is_plain(composed(**{"projector_norm": "none", **options}))
+    all_options = {"projector_norm": "none", **options}
+    assert not is_plain(composed(**all_options))
 
 
 def test_a_model_with_a_new_config_field_is_no_plain_llava(run: Path) -> None:
-    """The effect of the new field isn't known here."""
+    """`is_plain_llava` doesn't know whether a field of a later version changes what the model computes."""
 
-    @strict
+    @strict  # makes `later_field` a field of the config
     class LaterConfig(NormLlavaConfig):
         later_field: int = 0
 
@@ -123,7 +124,9 @@ def test_a_model_in_shards_is_published_in_shards(run: Path, prose: Path, tmp_pa
     build_release(sharded, tmp_path / "release", BuildOptions(repo_id=REPO_ID, prose=prose, license="apache-2.0"))
     assert find_faults(tmp_path / "release") == []
 
+    # Each shard holds the tensors that the index says.
     weight_map = read_json(tmp_path / "release" / "model.safetensors.index.json")["weight_map"]
+    assert len(set(weight_map.values())) == 2
     for name, file_name in weight_map.items():
         assert name in load_file(tmp_path / "release" / file_name)
 

@@ -40,14 +40,14 @@ def test_a_release_answers_as_the_run(
     build_release(run, release, BuildOptions(repo_id="me/Mine", prose=prose, license="apache-2.0"))
     assert find_faults(release) == []
 
-    # For a stranger: the model's class, the pipeline and the endpoint's handler.
+    # A stranger asks the model's class, the pipeline and the endpoint's handler.
     model = AutoModelForImageTextToText.from_pretrained(run).eval()
     logits, answer = ask_here(model, AutoProcessor.from_pretrained(run), picture)
     stranger = ask_as_stranger(release, picture, tmp_path, trusts_code=True)
     assert torch.equal(stranger["logits"], logits)
     assert stranger["pipeline"] == stranger["handler"] == answer
 
-    # This project's server.
+    # This project's server gives the same answer.
     messages = make_messages(make_data_url(picture), QUESTION)
     request = {"model": str(release), "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
     with TestClient(build_app(str(release), "main")) as client:

@@ -62,7 +62,7 @@ def save_unusual_pictures(folder: Path) -> None:
     transparent = Image.new("RGBA", (8, 6), (0, 0, 0, 0))
     transparent.putpixel((2, 3), (0, 0, 0, 255))  # one black pixel
     transparent.save(folder / "transparent.png")
-    transparent.convert("P").save(folder / "palette.gif", transparency=0)
+    transparent.convert("P").save(folder / "palette.gif", transparency=0)  # colour 0 of the palette is transparent
 
     orientation = 0x0112  # the number of an EXIF field
     exif = Image.Exif()
@@ -70,10 +70,16 @@ def save_unusual_pictures(folder: Path) -> None:
     Image.effect_noise((8, 6), 80).convert("CMYK").save(folder / "rotated.jpg", exif=exif)
 
 
+def open_in_training(path: Path) -> Image.Image:
+    """Open a picture file as training does."""
+    (picture,) = open_images({"images": [str(path)], "source": "row"})  # "source" is for error messages
+    return picture
+
+
 def test_the_endpoint_reads_pictures_as_training_does(handler_module: Any, tmp_path: Path) -> None:
     save_unusual_pictures(tmp_path)
     for path in sorted(tmp_path.iterdir()):
-        (in_training,) = open_images({"images": [str(path)], "source": "row"})
+        in_training = open_in_training(path)
         encoded = base64.b64encode(path.read_bytes()).decode()
         in_endpoint = handler_module.read_image(encoded)
         assert in_endpoint.tobytes() == in_training.tobytes(), path.name
@@ -83,7 +89,7 @@ def test_the_space_reads_pictures_as_training_does(release: Path, tmp_path: Path
     save_unusual_pictures(tmp_path)
     space_pixels: Any = runpy.run_path(str(release.with_name("release-space") / "pixels.py"))
     for path in sorted(tmp_path.iterdir()):
-        (in_training,) = open_images({"images": [str(path)], "source": "row"})
+        in_training = open_in_training(path)
         with Image.open(path) as picture:
             in_space = space_pixels["to_rgb"](picture)
         assert in_space.tobytes() == in_training.tobytes(), path.name

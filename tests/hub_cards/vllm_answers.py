@@ -85,7 +85,7 @@ def ask_vllm(folder: str, implementation: str, prompts: list[dict[str, Any]]) ->
         enforce_eager=True,
         max_model_len=256,
         gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=2**26,  # 256 tokens of a model of 30 layers take 12 MB, in blocks of 128
+        kv_cache_memory_bytes=2**26,  # 64 MiB, more than 256 tokens of a model with 30 layers take
     )
     # logprobs=0 asks for the log-probability of each generated token, and of no other token.
     options = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0)

@@ -30,7 +30,7 @@ NOT_RECORDED = "not recorded"
 
 # The norm layer after the projector in words, by the config's `projector_norm`. Other norms are shown by name.
 NORM_LAYERS = {
-    "gwc": "a LayerNorm with gradient compensation (GWC)",
+    "gwc": "a LayerNorm with global weight compensation (GWC)",
     "layernorm": "a LayerNorm",
     "none": "no norm",
 }

@@ -1,7 +1,7 @@
 """The files `.eval_results/*.yaml`, from which the Hub collects results for its leaderboards.
 
-A dataset has a leaderboard if it is registered as a benchmark. Its file eval.yaml then names its tasks. Results on
-other datasets are only in the card's metadata.
+A dataset has a leaderboard if it is registered as a benchmark. The dataset's file eval.yaml then names the tasks.
+Results on other datasets are only in the card's metadata.
 """
 
 from collections.abc import Mapping, Sequence

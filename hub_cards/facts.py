@@ -57,7 +57,7 @@ NORM_ARGUMENTS = ("norm_learning_rate",)
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """One stage of training, as its folder records it.
+    """A stage of training, from the records in the stage's folder.
 
     Attributes:
         name: The stage's name, such as "align".
@@ -253,9 +253,9 @@ def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> boo
 
 
 def collect_stages(run: Path) -> list[TrainingStage]:
-    """The stages of training in their order, as far back as their folders are on this machine."""
+    """The stages of training in their order, as far back as the stages' folders are on this machine."""
     stages: list[TrainingStage] = []
-    visited_folders: set[Path] = set()  # a folder may name itself as the stage before it
+    visited_folders: set[Path] = set()  # a stage's record may name the stage's own folder
     folder = run
     while (folder / "trainer_state.json").exists() and folder.resolve() not in visited_folders:
         visited_folders.add(folder.resolve())
@@ -325,7 +325,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The entries of a run's `metrics.jsonl`, one for each line; an empty list if there is no such file.
 
     Raises:
-        UserError: if a line is not valid JSON. A run that was killed may have written only a part of its last line.
+        UserError: if a line is not valid JSON. A run that was killed may have written only a part of a line.
     """
     if not path.exists():
         return []

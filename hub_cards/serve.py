@@ -1,4 +1,4 @@
-"""Run `transformers serve` for a NormLlava. It answers chat requests with pictures, as the OpenAI client sends them.
+"""Serve a NormLlava with `transformers serve`, which answers chat requests with pictures from OpenAI's client.
 
     python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0 --port 8000
 
@@ -125,7 +125,7 @@ def build_app(model: str, revision: str) -> Any:
 def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
     """Change one of transformers' handlers so that it refuses requests that name files of this machine.
 
-    The handler then also answers requests that it can't read with status 400, where transformers would answer 500.
+    To requests that can't be read, the handler then answers with status 400, where transformers would answer 500.
 
     Args:
         handler: The handler, which is changed in place.
@@ -141,7 +141,7 @@ def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
             if body.get(field) is not None:
                 raise HTTPException(400, f"{field}: not accepted")
 
-        # Without the field "stream", OpenAI's API doesn't stream its answer, but transformers does at /v1/responses.
+        # If a request lacks "stream", OpenAI's API doesn't stream the answer, but transformers does at /v1/responses.
         request = {"stream": False, **body}
         if request.get("model") == model:
             request["model"] = pinned_model

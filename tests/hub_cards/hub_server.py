@@ -288,7 +288,7 @@ def describe_file(path: str, content: bytes) -> dict[str, Any]:
 def serve_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Start a server, and have the Hub's client send its requests to this server instead of the Hub.
 
-    The client in processes that this process starts does so too.
+    The same holds for the client in processes that this process starts.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening_socket:  # the system chooses a free port
         _, port = listening_socket.getsockname()

@@ -123,7 +123,7 @@ def test_a_release_records_what_it_was_built_for_and_from(release: Path, trained
 RECORDED_TEXTS = (
     "# Tiny-NormLlava\n",
     "Answers questions.",
-    "followed by a LayerNorm with gradient compensation (GWC)",
+    "followed by a LayerNorm with global weight compensation (GWC)",
     "| norm after it | new in this model | 64 |",  # gain and bias of a LayerNorm of width 32
     "| vision encoder | trained from scratch |",
     "### Stage: instruct",
@@ -277,8 +277,12 @@ def test_commands_on_the_card_are_not_escaped(run: Path, build_card: Callable[..
 def run_with_benchmarks(run: Path) -> Path:
     """The run, with results on its own rows, on a registered benchmark, and on a dataset that may be registered."""
     (row,) = json.loads((run / "evaluation.json").read_text())
-    harness = {"harness": "lm-eval 0.4.13", "choice": "8 shots", "value": 0.4125}
-    gsm8k = row | harness | {"dataset": "openai/gsm8k, main"}
+    gsm8k = row | {
+        "dataset": "openai/gsm8k, main",
+        "harness": "lm-eval 0.4.13",
+        "choice": "8 shots",
+        "value": 0.4125,
+    }
     mmstar = row | {"dataset": "Lin-Chen/MMStar", "value": 41.25}
     (run / "evaluation.json").write_text(json.dumps([row, gsm8k, mmstar]))
     return run

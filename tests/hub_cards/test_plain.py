@@ -232,11 +232,11 @@ def test_a_stranger_gets_the_runs_logits_and_answers_without_a_flag(
     release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str], tmp_path: Path
 ) -> None:
     """A stranger has transformers, but not this project."""
-    logits, answer = expected
-    stranger = ask_as_stranger(release, red_picture, tmp_path, trusts_code=False)
-    assert torch.equal(stranger["logits"], logits)
-    assert stranger["pipeline"] == stranger["handler"] == answer
-    assert all(module.startswith("transformers.models.llava.") for module in stranger["modules"])
+    expected_logits, expected_answer = expected
+    answers = ask_as_stranger(release, red_picture, tmp_path, trusts_code=False)
+    assert torch.equal(answers["logits"], expected_logits)
+    assert answers["pipeline"] == answers["handler"] == expected_answer
+    assert all(module.startswith("transformers.models.llava.") for module in answers["modules"])
 
 
 @pytest.mark.slow

@@ -164,8 +164,8 @@ def test_a_token_that_the_hub_refuses_ends_in_one_error(
 def test_a_push_that_stopped_is_finished_by_another(
     failing_path: str, release: Path, hub: HubServer, api: HfApi
 ) -> None:
-    # The client gives up after status 403, and asks again after status 500. `/objects/batch` is the path at which it
-    # asks where to upload large files.
+    # The client gives up after status 403, and asks again after status 500. At `/objects/batch`, the client asks where
+    # to upload large files.
     hub.failures = {failing_path: 403, "/objects/batch": 500}
     with pytest.raises(OSError, match="403"):
         push_release(release, api, public=True)

@@ -79,20 +79,20 @@ def open_in_training(path: Path) -> Image.Image:
 def test_the_endpoint_reads_pictures_as_training_does(handler_module: Any, tmp_path: Path) -> None:
     save_unusual_pictures(tmp_path)
     for path in sorted(tmp_path.iterdir()):
-        in_training = open_in_training(path)
+        training_picture = open_in_training(path)
         encoded = base64.b64encode(path.read_bytes()).decode()
-        in_endpoint = handler_module.read_image(encoded)
-        assert in_endpoint.tobytes() == in_training.tobytes(), path.name
+        endpoint_picture = handler_module.read_image(encoded)
+        assert endpoint_picture.tobytes() == training_picture.tobytes(), path.name
 
 
 def test_the_space_reads_pictures_as_training_does(release: Path, tmp_path: Path) -> None:
     save_unusual_pictures(tmp_path)
     space_pixels: Any = runpy.run_path(str(release.with_name("release-space") / "pixels.py"))
     for path in sorted(tmp_path.iterdir()):
-        in_training = open_in_training(path)
+        training_picture = open_in_training(path)
         with Image.open(path) as picture:
-            in_space = space_pixels["to_rgb"](picture)
-        assert in_space.tobytes() == in_training.tobytes(), path.name
+            space_picture = space_pixels["to_rgb"](picture)
+        assert space_picture.tobytes() == training_picture.tobytes(), path.name
 
 
 def test_the_handler_answers_as_the_pipeline_does(handler: Any, release: Path) -> None:

@@ -99,9 +99,9 @@ def test_the_figure_shows_the_first_words(words_module: ModuleType) -> None:
     assert labels == ["$5$", "an-answer-that-…", *(f"word{number}" for number in range(2, 12))]
 
     # Bars show percent.
-    with_picture, with_grey = axis.containers
-    assert [bar.get_width() for bar in with_picture][:2] == [50, 75]
-    assert [bar.get_width() for bar in with_grey][:2] == [10, 25]
+    picture_bars, grey_bars = axis.containers
+    assert [bar.get_width() for bar in picture_bars][:2] == [50, 75]
+    assert [bar.get_width() for bar in grey_bars][:2] == [10, 25]
 
 
 def test_an_answer_without_words_has_an_empty_figure(words_module: ModuleType) -> None:

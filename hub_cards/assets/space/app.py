@@ -22,7 +22,7 @@ from words import Word, draw_words, score_words
 
 
 MAX_NEW_TOKENS = 256
-# Options of `generate` for a greedy answer. The model's generation config may set penalties, which these override.
+# Options of a greedy answer. They override the model's generation config, which may set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 # The text below the figure.
 CAPTION = (

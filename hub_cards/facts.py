@@ -93,8 +93,8 @@ class Facts:
         config: The content of config.json.
         processor: The content of processor_config.json.
         is_plain_llava: Whether transformers' own classes run the model, see [`~hub_cards.plain.is_plain_llava`].
-        decoder_config: The language model's config, as transformers reads it. The fields that the card shows have the
-            same names for all model families, which they don't have in `config`.
+        decoder_config: The language model's config, as transformers reads it. Here the fields that the card shows
+            have the same names for all model families. In `config` they may have other names.
         text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
             if neither is known.
         vision_model: Hub id of the vision encoder, or of the Llava checkpoint that the model was converted from;
@@ -350,12 +350,12 @@ def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -
     if any("learning_rate/multi_modal_projector.norm" in entry for entry in metrics):
         names += NORM_ARGUMENTS
 
-    listed = {}
+    listed_arguments = {}
     for name in names:
         value = arguments.get(name)
         if value is not None and value is not False:  # 0 is listed
-            listed[name] = value
-    return listed
+            listed_arguments[name] = value
+    return listed_arguments
 
 
 def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:

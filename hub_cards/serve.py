@@ -1,4 +1,4 @@
-"""Serve a NormLlava with `transformers serve`, which answers chat requests with pictures from OpenAI's client.
+"""Serve a NormLlava with `transformers serve`, which answers chat requests with pictures, as OpenAI's API does.
 
     python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0 --port 8000
 
@@ -173,8 +173,8 @@ def read_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[st
     processor_messages = BaseHandler.get_processor_inputs_from_messages(messages, modality)
     for message in processor_messages:
         for part in message["content"]:
-            is_known = part["type"] in ("text", "image")
+            is_text_or_picture = part["type"] in ("text", "image")
             is_path = "url" in part and not str(part["url"]).startswith(PICTURE_PREFIXES)
-            if is_path or not is_known:
+            if is_path or not is_text_or_picture:
                 raise UserError("messages: only text, and pictures as http(s) URL or base64; files are not read")
     return processor_messages

@@ -95,7 +95,7 @@ class HubServer:
         large_files: Content of the large files that were uploaded, by their SHA-256 hashes.
         failures: HTTP statuses by parts of paths. The next request whose path contains the part fails with the
             status, and the entry is removed.
-        card_error: The message with which the server refuses the metadata of cards; `None` if it accepts them.
+        card_error: The message with which the server refuses the metadata of cards; `None` if cards are accepted.
         requests: All requests so far.
     """
 
@@ -206,7 +206,7 @@ def build_app(hub: HubServer) -> FastAPI:
 
     @app.post(f"/{REPO_ID}.git/info/lfs/objects/batch")
     def choose_upload_urls(body: dict[str, Any]) -> Any:
-        """Say for each large file to which URL the client has to upload it. A file that the server has gets no URL."""
+        """Say for each large file to which URL the client has to upload it. Files on the server get no URL."""
         objects = []
         for entry in body["objects"]:
             file_hash = entry["oid"]

@@ -190,7 +190,7 @@ def test_the_hubs_client_reads_the_metadata(release: Path) -> None:
 
 
 def test_the_card_shows_what_no_file_holds_as_not_recorded(run: Path, build_card: Callable[..., str]) -> None:
-    # run.json holds the hardware and the commit, but not the number of steps.
+    # Without run.json, the hardware and the commit are not known. The number of steps is in trainer_state.json.
     (run / "run.json").unlink()
     card = build_card(run, **OWN_LICENCE)
     assert "| steps | 8 |" in card
@@ -360,6 +360,12 @@ def measured_run(run: Path) -> Path:
     return run
 
 
+def read_model_entry(run: Path) -> dict[str, Any]:
+    """The entry of the run's one model in the report of the diagnostics."""
+    (entry,) = json.loads((run / "diagnostics" / "report.json").read_text())["models"]
+    return entry
+
+
 def test_the_card_shows_the_diagnostics_report(
     measured_run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -382,21 +388,21 @@ def test_the_card_shows_the_diagnostics_report(
     ],
 )
 def test_a_report_of_other_weights_is_refused(change: dict[str, Any], measured_run: Path) -> None:
-    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
+    model = read_model_entry(measured_run)
     set_fields("diagnostics/report.json", models=[model | change])(measured_run)
     with pytest.raises(ValueError, match=r"report.json is of other weights. Run python -m diagnostics on this model"):
         collect_facts(measured_run)
 
 
 def test_a_report_of_two_models_is_refused(measured_run: Path) -> None:
-    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
+    model = read_model_entry(measured_run)
     set_fields("diagnostics/report.json", models=[model, model])(measured_run)
     with pytest.raises(ValueError, match="Run python -m diagnostics on this model alone"):
         collect_facts(measured_run)
 
 
 def test_a_report_of_another_version_is_refused(measured_run: Path) -> None:
-    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
+    model = read_model_entry(measured_run)
     del model["summary"]
     set_fields("diagnostics/report.json", models=[model])(measured_run)
     with pytest.raises(ValueError, match=r"report.json: another version wrote it .* Run python -m diagnostics"):

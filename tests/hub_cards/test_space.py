@@ -67,7 +67,8 @@ def test_a_word_is_as_likely_as_its_tokens_together(
     inputs = space.encode_question(picture, "what is it?")
     grey_inputs = space.encode_question(Image.new("RGB", picture.size, (128, 128, 128)), "what is it?")
     tokenizer = space.processor.tokenizer
-    answer_ids = tokenizer("a bc<|im_end|>", return_tensors="pt").input_ids[0]  # a token for each character
+    # Each character is a token, and so is "<|im_end|>".
+    answer_ids = tokenizer("a bc<|im_end|>", return_tensors="pt").input_ids[0]
     first_word, second_word = words_module.score_words(space.model, tokenizer, inputs, grey_inputs, answer_ids)
     assert (first_word.text, second_word.text) == ("a", "bc")
 
@@ -172,7 +173,7 @@ def test_the_space_answers_over_http(space: ModuleType, client: Client, picture:
     assert text == expected_text
     assert plot["plot"].startswith("data:image")
     first_label = figure.axes[0].get_yticklabels()[0].get_text()
-    assert text.startswith(first_label.removesuffix("…"))
+    assert text.startswith(first_label.removesuffix("…"))  # the "…" shows that a word was cut off
 
 
 def test_a_transparent_picture_gets_a_white_ground_over_http(

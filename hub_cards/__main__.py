@@ -69,12 +69,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments and arguments[0] in FORMER_COMMANDS:
-        raise UserError(f"{arguments[0]} is part of push now: python -m hub_cards push <run> --repo_id <id> --dry_run")
+    """Run the command line. The decorator ends it with one line if a `UserError` is raised."""
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in FORMER_COMMANDS:
+        raise UserError(f"{words[0]} is part of push now: python -m hub_cards push <run> --repo_id <id> --dry_run")
 
-    args = parse(build_parser(), arguments)
+    args = parse(build_parser(), words)
     if args.command == "push":
         run_push(args)
     elif args.command == "verify":
@@ -153,7 +153,7 @@ def run_verify(args: argparse.Namespace) -> None:
 
 @contextmanager
 def hub_errors(message: str) -> Iterator[None]:
-    """Turn errors of the Hub's client into a `UserError`, in the body of a `with`.
+    """In the body of a `with`, turn errors of the Hub's client into a `UserError`.
 
     Among these errors are `RuntimeError`, for an upload that fails, and `HFValidationError`, for a name that no
     repository can have.

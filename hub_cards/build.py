@@ -36,7 +36,7 @@ from hub_cards.contents import (
     read_json,
 )
 from hub_cards.eval_results import write_eval_results
-from hub_cards.facts import Facts, collect_facts, is_hub_id, load_config
+from hub_cards.facts import Facts, collect_facts, is_hub_id, read_normllava_config
 from hub_cards.licences import APACHE, Licence, choose_licence
 from hub_cards.plain import as_llava_index, as_llava_settings, copy_as_llava
 from hub_cards.release import Release, read_release
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 # The fields of `BuildOptions` that only a build uses. They are refused for a release folder that exists already.
 BUILD_ONLY_OPTIONS = ("prose", "widget_data", "text_model", "vision_model", "license", "base_licence_file")
 
-# How many examples the card shows, and how long their answers may be.
+# The largest number of examples on the card, which the Hub calls widgets, and of tokens in their answers.
 MAX_WIDGETS = 3
 MAX_WIDGET_TOKENS = 64
 
@@ -84,8 +84,8 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
     Users look at the folder after a dry run and may edit it. The push that follows takes the folder that they saw.
 
     Raises:
-        UserError: for a folder that exists already, if it was built for another repository or tag, or from other
-            weights, or if an option is given that needs a new build. For a new folder, as [`build_release`] does.
+        UserError: if an existing folder was built for another repository or tag, or from other weights, or if an
+            option needs a new build of that folder. For a missing folder, as [`build_release`] does.
     """
     exists = folder.exists() and any(folder.iterdir())  # an empty folder counts as missing
     if not exists:
@@ -111,7 +111,7 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
 
 
 def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
-    """Build a release folder, and beside it the folder of the Space.
+    """Build a release folder, and beside it the folder of a Space on which users can ask the model.
 
     The release folder has another name until it is complete.
 
@@ -144,7 +144,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     # `fresh_folder` deletes what an interrupted build left.
     partial_folder = fresh_folder(folder.with_name(f"{folder.name}.partial"))
     copy_checkpoint(run, partial_folder, facts)
-    line_counts: dict[str, int] = {}
+    line_counts: dict[str, int] = {}  # stays empty for a plain Llava, which transformers' own class runs
     if not facts.is_plain_llava:
         line_counts = copy_class_files(run, partial_folder, facts)
     write_licence(partial_folder, licence, licence_text)
@@ -197,13 +197,13 @@ def find_prose(run: Path) -> Path:
     """
     advice = "Give the card's prose with --prose; training/recipes/*/card.yaml are examples."
     record_file = run / "run.json"
-    recipe = None
+    recipe_file = None
     if record_file.exists():
-        recipe = read_json(record_file).get("recipe")
-    if recipe is None:
+        recipe_file = read_json(record_file).get("recipe")
+    if recipe_file is None:
         raise UserError(f"{record_file} names no recipe. {advice}")
 
-    prose_file = Path(recipe).with_name("card.yaml")
+    prose_file = Path(recipe_file).with_name("card.yaml")
     if not prose_file.exists():
         raise UserError(f"{prose_file} is missing. {advice}")
     return prose_file
@@ -235,11 +235,12 @@ def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
     The weights and settings of a plain Llava are written in the form of transformers' own Llava.
     """
     vision_type = facts.config["vision_config"]["model_type"]
-    for file_name in facts.weights.file_hashes:
+    weight_files = list(facts.weights.file_hashes)  # the hashes are by the files' names
+    for name in weight_files:
         if facts.is_plain_llava:
-            copy_as_llava(run / file_name, folder, vision_type)
+            copy_as_llava(run / name, folder, vision_type)
         else:
-            shutil.copy(run / file_name, folder)
+            shutil.copy(run / name, folder)
 
     for name in COPIED_FILES:
         if (run / name).exists():
@@ -269,9 +270,10 @@ def without_local_names(value: Any) -> Any:
 
     kept_fields = {}
     for key, entry in value.items():
-        is_local_name = key.endswith("name_or_path") and not is_hub_id(str(entry))
-        if not is_local_name:
-            kept_fields[key] = without_local_names(entry)
+        is_name = key.endswith("name_or_path")
+        if is_name and not is_hub_id(str(entry)):  # an entry may be null
+            continue
+        kept_fields[key] = without_local_names(entry)
     return kept_fields
 
 
@@ -285,7 +287,7 @@ def copy_class_files(run: Path, folder: Path, facts: Facts) -> dict[str, int]:
         The number of lines of each class file, by the file's name.
     """
     line_counts = {}
-    auto_maps = needed_auto_maps(load_config(run), facts.processor)
+    auto_maps = needed_auto_maps(read_normllava_config(run), facts.processor)
     for class_file in list_class_files(auto_maps):
         shutil.copy(class_file, folder)
         text = class_file.read_text(encoding="utf-8")
@@ -364,10 +366,10 @@ def make_widget(picture_name: str, question: str, answer: str) -> Widget:
     return {"messages": [{"role": "user", "content": content}], "output": {"text": answer}}
 
 
-def copy_picture(source: Path, path: Path) -> None:
+def copy_picture(source: Path, target: Path) -> None:
     """Copy a picture file without its metadata."""
     with Image.open(source) as picture:
-        save_picture(picture, path)
+        save_picture(picture, target)
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:

@@ -28,9 +28,9 @@ Widget = dict[str, Any]
 # What the card shows for a fact that no file holds.
 NOT_RECORDED = "not recorded"
 
-# The norm layer after the projector in words, by the config's `projector_norm`. A contributed norm needs no entry.
+# The norm layer after the projector in words, by the config's `projector_norm`. Other norms are shown by name.
 NORM_LAYERS = {
-    "gwc": "a LayerNorm with gradient compensation (GWC)",
+    "gwc": "a LayerNorm with global weight compensation (GWC)",
     "layernorm": "a LayerNorm",
     "none": "no norm",
 }
@@ -227,7 +227,7 @@ def describe_pictures(facts: Facts) -> str:
     if not cuts_tiles(facts.processor):
         return f"Pictures of {size} pixels a side become {num_tokens} tokens."
 
-    # `image_seq_length` counts the tokens of one tile.
+    # `image_seq_length` counts the tokens of one tile. transformers calls tiles "patches".
     max_grid_tiles = facts.processor["image_processor"]["max_patches"]
     max_tiles = max_grid_tiles + 1  # with the whole picture as the last tile
     text = (
@@ -367,7 +367,7 @@ def describe_source(source: dict[str, Any]) -> str:
     description = f"[{path}](https://huggingface.co/datasets/{path})"
     if source["is_local"]:
         description = Path(path).name  # without the folder, whose name may be private
-    if source["name"]:
+    if source["name"]:  # the configuration of a dataset
         description += f", {source['name']}"
     if source["split"] != "train":
         description += f", {source['split']}"

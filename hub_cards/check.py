@@ -101,19 +101,19 @@ def find_code_faults(folder: Path) -> list[str]:
     return faults
 
 
-def find_auto_map_faults(name: str, settings: dict[str, Any], needed: dict[str, str] | None) -> list[str]:
+def find_auto_map_faults(name: str, settings: dict[str, Any], needed_auto_map: dict[str, str] | None) -> list[str]:
     """Why the `auto_map`s of a settings file may not be published.
 
     Args:
         name: The file's name.
         settings: The file's content.
-        needed: The `auto_map` that the file must have; `None` if it must have none. Settings further inside the file,
-            such as the image processor's, may repeat this `auto_map`.
+        needed_auto_map: The `auto_map` that the file must have; `None` if the file must have none. Settings further
+            inside the file, such as the image processor's, may repeat this `auto_map`.
     """
-    if needed is not None and settings.get("auto_map") != needed:
-        return [f"{name}: its auto_map is not {json.dumps(needed)}. Build the folder again."]
+    if needed_auto_map is not None and settings.get("auto_map") != needed_auto_map:
+        return [f"{name}: its auto_map is not {json.dumps(needed_auto_map)}. Build the folder again."]
 
-    if any(auto_map != needed for auto_map in find_auto_maps(settings)):
+    if any(auto_map != needed_auto_map for auto_map in find_auto_maps(settings)):
         return [f'{name}: holds an "auto_map" that names other code than the release\'s. Remove it.']
     return []
 

@@ -51,7 +51,7 @@ def needed_auto_maps(config: LlavaConfig, processor: Mapping[str, Any]) -> dict[
 
 
 def list_class_files(auto_maps: Mapping[str, Mapping[str, str]]) -> list[Path]:
-    """This version's class files for a model: the files that its `auto_map`s name, and the files that these import.
+    """This version's class files for a model: the files that `auto_map`s name, and all files that those import.
 
     Args:
         auto_maps: The result of [`needed_auto_maps`].
@@ -63,7 +63,8 @@ def list_class_files(auto_maps: Mapping[str, Mapping[str, str]]) -> list[Path]:
             module = reference.split(".")[0]
             file = CLASS_FOLDER / f"{module}.py"
             files.add(file)
-            files.update(Path(imported) for imported in get_relative_import_files(file))
+            imported_files = get_relative_import_files(file)
+            files.update(Path(path) for path in imported_files)
     return sorted(files)
 
 

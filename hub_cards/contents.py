@@ -2,6 +2,7 @@
 
 import json
 import re
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ SPACE_FOLDER = ASSETS / "space"
 APACHE_TEXT = ASSETS / "LICENSE-APACHE"
 
 # The folder of the class files, which are the Python files that a release needs to load its model.
-CLASS_FOLDER = Path(str(modeling_normllava.__file__)).parent
+CLASS_FOLDER = Path(getfile(modeling_normllava)).parent
 
 # `pixels.py` turns a picture into RGB. Endpoints and Spaces get a copy, so that they read pictures as training does.
-PIXELS_FILE = Path(str(pixels.__file__))
+PIXELS_FILE = Path(getfile(pixels))
 
 # Files that an inference endpoint needs beside the model.
 SERVING_FILES = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS_FILE)

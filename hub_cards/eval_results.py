@@ -1,7 +1,7 @@
 """The files `.eval_results/*.yaml`, from which the Hub collects results for its leaderboards.
 
-A dataset has a leaderboard if it is registered as a benchmark. Its file eval.yaml then names its tasks. Results on
-other datasets are only in the card's metadata.
+A dataset has a leaderboard if it is registered as a benchmark. The dataset's file eval.yaml then names the tasks.
+Results on other datasets are only in the card's metadata.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,14 +39,14 @@ def write_eval_results(folder: Path, evaluations: Sequence[Evaluation], benchmar
         task = tasks.get(hub_id)
         if task is None:  # the dataset is not registered
             continue
-        _, name = hub_id.split("/")
         entry = EvalResultEntry(
             dataset_id=hub_id,
             task_id=task,
             value=leaderboard_value(evaluation),
             notes=describe_method(evaluation),
         )
-        entries_by_file.setdefault(f"{name}.yaml", []).append(entry)
+        _, dataset_name = hub_id.split("/")
+        entries_by_file.setdefault(f"{dataset_name}.yaml", []).append(entry)
 
     for file_name, entries in entries_by_file.items():
         path = folder / RESULTS_FOLDER / file_name

@@ -57,7 +57,7 @@ NORM_ARGUMENTS = ("norm_learning_rate",)
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """One stage of training, as its folder records it.
+    """A stage of training, from the records in the stage's folder.
 
     Attributes:
         name: The stage's name, such as "align".
@@ -93,8 +93,8 @@ class Facts:
         config: The content of config.json.
         processor: The content of processor_config.json.
         is_plain_llava: Whether transformers' own classes run the model, see [`~hub_cards.plain.is_plain_llava`].
-        decoder_config: The language model's config, as transformers reads it. The fields that the card shows have the
-            same names for all model families, which they don't have in `config`.
+        decoder_config: The language model's config, as transformers reads it. Here the fields that the card shows
+            have the same names for all model families. In `config` they may have other names.
         text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
             if neither is known.
         vision_model: Hub id of the vision encoder, or of the Llava checkpoint that the model was converted from;
@@ -137,28 +137,28 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
         UserError: if a file is missing or can't be read, if a given id contradicts the recorded id, or if a result was
             measured with other weights.
     """
-    model_config = load_config(run)
-    config = read_json(run / "config.json")
+    config = read_normllava_config(run)
+    config_json = read_json(run / "config.json")
     processor = read_processor(run)
     stages = collect_stages(run)
     weights = read_weights(run)
     weights_hash = fingerprint(weights.file_hashes)
     return Facts(
         weights=weights,
-        config=config,
+        config=config_json,
         processor=processor,
-        is_plain_llava=is_plain_llava(model_config, processor),
-        decoder_config=model_config.get_text_config(),
-        text_model=find_part_id(config, "text", text_model),
-        vision_model=find_part_id(config, "vision", vision_model),
+        is_plain_llava=is_plain_llava(config, processor),
+        decoder_config=config.get_text_config(),
+        text_model=find_part_id(config_json, "text", text_model),
+        vision_model=find_part_id(config_json, "vision", vision_model),
         stages=stages,
-        has_whole_history=is_whole_history(config, stages),
+        has_whole_history=is_whole_history(config_json, stages),
         evaluations=read_evaluations(run / EVALUATION_FILE, weights_hash),
         diagnostics=read_diagnostics(run / "diagnostics" / "report.json", weights_hash),
     )
 
 
-def load_config(folder: Path) -> NormLlavaConfig:
+def read_normllava_config(folder: Path) -> NormLlavaConfig:
     """The config of the NormLlava in a run's folder, read by this version's class.
 
     Raises:
@@ -166,7 +166,7 @@ def load_config(folder: Path) -> NormLlavaConfig:
     """
     config = read_config(folder)
     if not isinstance(config, NormLlavaConfig):
-        raise unpublishable(folder, config)
+        raise model_type_error(folder, config)
     return config
 
 
@@ -190,11 +190,11 @@ def read_config(folder: Path) -> LlavaConfig:
     except (OSError, ValueError, StrictDataclassError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
     if not isinstance(config, LlavaConfig):
-        raise unpublishable(folder, config)
+        raise model_type_error(folder, config)
     return config
 
 
-def unpublishable(folder: Path, config: PreTrainedConfig) -> UserError:
+def model_type_error(folder: Path, config: PreTrainedConfig) -> UserError:
     """The error for a folder with a model of another type."""
     path = folder / "config.json"
     return UserError(f"{path}: model_type is {config.model_type!r}, and only a NormLlava can be published.")
@@ -244,17 +244,18 @@ def is_hub_id(name: str) -> bool:
 
 def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
     """Whether `stages` holds all training of the model since its parts were joined."""
-    # No file records the training of a Llava checkpoint, or of a projector by `training/align.py`, which is no stage.
+    # No file records how a Llava checkpoint was trained, or how `training/align.py`, which runs before all stages,
+    # trained a projector.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
-    # A complete list of stages begins with the stage "align".
+    # The first stage is also called "align".
     return len(stages) > 0 and stages[0].name == "align"
 
 
 def collect_stages(run: Path) -> list[TrainingStage]:
-    """The stages of training in their order, as far back as their folders are on this machine."""
+    """The stages of training in their order, as far back as the stages' folders are on this machine."""
     stages: list[TrainingStage] = []
-    visited_folders: set[Path] = set()  # a folder may name itself as the stage before it
+    visited_folders: set[Path] = set()  # a stage's record may name the stage's own folder
     folder = run
     while (folder / "trainer_state.json").exists() and folder.resolve() not in visited_folders:
         visited_folders.add(folder.resolve())
@@ -324,7 +325,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The entries of a run's `metrics.jsonl`, one for each line; an empty list if there is no such file.
 
     Raises:
-        UserError: if a line is not valid JSON. A run that was killed may have written only a part of its last line.
+        UserError: if a line is not valid JSON. A run that was killed may have written only a part of a line.
     """
     if not path.exists():
         return []
@@ -349,12 +350,12 @@ def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -
     if any("learning_rate/multi_modal_projector.norm" in entry for entry in metrics):
         names += NORM_ARGUMENTS
 
-    listed = {}
+    listed_arguments = {}
     for name in names:
         value = arguments.get(name)
-        if value is not None and value is not False:
-            listed[name] = value
-    return listed
+        if value is not None and value is not False:  # 0 is listed
+            listed_arguments[name] = value
+    return listed_arguments
 
 
 def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:

@@ -86,7 +86,7 @@ def choose_licence(text_model: str | None, vision_model: str | None, user_licenc
             raise UserError(describe_unknown(option, hub_id))
 
     # A part under Apache's licence may go into a model under another licence, so another licence takes precedence.
-    different_licences = dict.fromkeys(licences)
+    different_licences = dict.fromkeys(licences)  # without duplicates
     other_licences = [licence for licence in different_licences if licence is not APACHE]
     if len(other_licences) > 1:
         titles = " and the ".join(licence.title for licence in other_licences)

@@ -50,7 +50,7 @@ def is_plain_llava(config: NormLlavaConfig, processor: Mapping[str, Any]) -> boo
         return False
 
     for name in added_fields(config) - set(FIELDS_WITHOUT_EFFECT):
-        # A field in neither list, such as `key_adapter_rank`, changes what the model computes.
+        # A field in neither of the constants above, such as `key_adapter_rank`, changes what the model computes.
         if name not in LLAVA_VALUES or getattr(config, name) != LLAVA_VALUES[name]:
             return False
     return True
@@ -64,10 +64,10 @@ def added_fields(config: LlavaConfig) -> set[str]:
 
 def as_llava_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The content of a plain Llava's config.json, from the content of a NormLlava's."""
-    removed = {"auto_map", *LLAVA_VALUES, *FIELDS_WITHOUT_EFFECT}
-    kept = {name: value for name, value in settings.items() if name not in removed}
+    removed_names = {"auto_map", *LLAVA_VALUES, *FIELDS_WITHOUT_EFFECT}
+    kept_fields = {name: value for name, value in settings.items() if name not in removed_names}
     return {
-        **kept,
+        **kept_fields,
         "model_type": LlavaConfig.model_type,
         "architectures": [LlavaForConditionalGeneration.__name__],
     }

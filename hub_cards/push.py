@@ -73,12 +73,13 @@ def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
     """
     plan = plan_push(folder, api)
     is_public = plan.visibility == "public"
-    if is_public and not public and not plan.is_tagged:
+    needs_tag = not plan.is_tagged
+    if needs_tag and is_public and not public:
         raise UserError(f"{plan.repo_id} is public: push with --public, or make it private in its settings.")
 
     if plan.visibility == "new":
         api.create_repo(plan.repo_id, private=True)
-    if not plan.is_tagged:
+    if needs_tag:
         commit = commit_files(folder, api, plan)
         api.create_tag(plan.repo_id, tag=plan.tag, revision=commit)
     if public and not is_public:
@@ -129,11 +130,11 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
     added = list(comparison.extra_paths)
     changed = [entry["path"] for entry in comparison.mismatches]
     deleted = sorted(set(comparison.missing_paths) - HUB_FILES)
-    different = [*added, *changed, *deleted]
-    if is_tagged and different:
+    different_paths = [*added, *changed, *deleted]
+    if is_tagged and different_paths:
         raise UserError(
-            f"{repo_id} already has a tag {tag}, which is not moved, and {different[0]} differs from it. Push with "
-            "another --revision."
+            f"{repo_id} already has a tag {tag}, which is not moved, and {different_paths[0]} differs from it. Push "
+            "with another --revision."
         )
     return Plan(
         repo_id=repo_id,
@@ -144,7 +145,7 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
         added=added,
         changed=changed,
         deleted=deleted,
-        unchanged=[path for path in release_paths if path not in different],
+        unchanged=[path for path in release_paths if path not in different_paths],
     )
 
 

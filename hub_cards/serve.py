@@ -1,4 +1,4 @@
-"""Run `transformers serve` for a NormLlava. It answers chat requests with pictures, as the OpenAI client sends them.
+"""Serve a NormLlava with `transformers serve`, which answers chat requests with pictures, as OpenAI's API does.
 
     python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0 --port 8000
 
@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 # can name files of this machine as pictures, and `generation_config` replaces the model's settings of generation.
 REFUSED_FIELDS = ("chat_template_kwargs", "generation_config")
 
-# What the `url` of a picture begins with if it isn't a path.
+# How the `url` of a picture begins. Any other `url` is refused as a path.
 PICTURE_PREFIXES = ("data:", "http://", "https://")
 
 # The routes of `transformers serve` that are kept. Through other routes, a request can make the server run the code of
@@ -106,7 +106,7 @@ def build_app(model: str, revision: str) -> Any:
     handlers["response_handler"] = response_handler
     app = build_server(manager, generation_state=state, **handlers)
 
-    # `build_server` adds the routes of all handlers, also of those that are `None`.
+    # `build_server` adds the routes of all handlers, also of those that are `None`. Some routes have no `path`.
     kept_routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.router.routes[:] = kept_routes
 
@@ -125,7 +125,7 @@ def build_app(model: str, revision: str) -> Any:
 def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
     """Change one of transformers' handlers so that it refuses requests that name files of this machine.
 
-    The handler then also answers requests that it can't read with status 400, where transformers would answer 500.
+    To requests that can't be read, the handler then answers with status 400, where transformers would answer 500.
 
     Args:
         handler: The handler, which is changed in place.
@@ -141,7 +141,7 @@ def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
             if body.get(field) is not None:
                 raise HTTPException(400, f"{field}: not accepted")
 
-        # Without the field "stream", OpenAI's API doesn't stream its answer, but transformers does at /v1/responses.
+        # If a request lacks "stream", OpenAI's API doesn't stream the answer, but transformers does at /v1/responses.
         request = {"stream": False, **body}
         if request.get("model") == model:
             request["model"] = pinned_model
@@ -168,12 +168,13 @@ def read_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[st
     """
     from transformers.cli.serving.utils import BaseHandler
 
-    # Each part of the result has a "type". A picture has a "url", which holds the URL, the base64 text or a path.
+    # Each part of the result has a "type". A picture has a "url" with a URL, base64 text, a path, or any other JSON
+    # value that a client sends.
     processor_messages = BaseHandler.get_processor_inputs_from_messages(messages, modality)
     for message in processor_messages:
         for part in message["content"]:
-            is_known = part["type"] in ("text", "image")
+            is_text_or_picture = part["type"] in ("text", "image")
             is_path = "url" in part and not str(part["url"]).startswith(PICTURE_PREFIXES)
-            if is_path or not is_known:
+            if is_path or not is_text_or_picture:
                 raise UserError("messages: only text, and pictures as http(s) URL or base64; files are not read")
     return processor_messages

@@ -23,7 +23,7 @@ SNIPPET_PATTERN = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Prefixes of environment variables that set up the Hub's client and transformers, such as a token or a cache. The
 # snippets run without these variables.
 HIDDEN_PREFIXES = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
-# Exceptions that the snippets get nevertheless: where the Hub is, and how to download from it.
+# Two of these variables are passed on: where the Hub is, and how to download from it.
 PASSED_ON_VARIABLES = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")
 
 
@@ -43,7 +43,7 @@ class Verdict:
 
 
 def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> Verdict:
-    """Download a release into an empty cache, compare its hashes, and run the card's snippets.
+    """Download a release into an empty cache, compare the files' hashes with the Hub's, and run the card's snippets.
 
     Args:
         repo_id: The repository, owner/name.
@@ -129,7 +129,7 @@ def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.Comple
 
     Args:
         card: The file of the card.
-        home: The folder in which the process runs, which is also its HF_HOME.
+        home: The folder in which the process runs, and the process's HF_HOME.
         token: The token that the process gets; `False` for none.
 
     Raises:

@@ -15,7 +15,7 @@ from common.files import WEIGHT_FILES, hash_files
 from hub_cards.contents import WEIGHTS_INDEX, read_json
 
 
-# The beginning of the names of the tensors of the norm after the projector.
+# How the names of the norm's tensors begin. The norm follows the projector.
 NORM_PREFIX = "model.multi_modal_projector.norm."
 # What the names of key adapters' tensors contain. Key adapters are low-rank adapters of the decoder's keys.
 KEY_ADAPTER = ".key_adapter."

@@ -48,7 +48,7 @@ def trained_run(composed: Callable[..., Path], tmp_path_factory: pytest.TempPath
     Treat it as read-only.
     """
     run = tmp_path_factory.mktemp("trained") / "stage2"
-    shutil.copytree(composed(), run)
+    shutil.copytree(composed(), run)  # a small random model
 
     # A log of eight steps.
     (run / "trainer_state.json").write_text(json.dumps({"global_step": 8, "log_history": []}))

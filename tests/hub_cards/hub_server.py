@@ -62,7 +62,7 @@ class Repository:
             revision: The branch "main", a tag, or a commit's id.
 
         Raises:
-            HTTPException: if there is no such revision. The server answers with its status.
+            HTTPException: if there is no such revision. The server answers with the exception's status.
         """
         ids_by_name = {"main": self.head, **self.tags}
         commit_id = ids_by_name.get(revision, revision)  # a revision without an entry is a commit's id
@@ -95,7 +95,7 @@ class HubServer:
         large_files: Content of the large files that were uploaded, by their SHA-256 hashes.
         failures: HTTP statuses by parts of paths. The next request whose path contains the part fails with the
             status, and the entry is removed.
-        card_error: The message with which the server refuses the metadata of cards; `None` if it accepts them.
+        card_error: The message with which the server refuses the metadata of cards; `None` if cards are accepted.
         requests: All requests so far.
     """
 
@@ -111,7 +111,7 @@ class HubServer:
         """The repository.
 
         Raises:
-            HTTPException: if there is no repository. The server answers with its status.
+            HTTPException: if there is no repository. The server answers with the exception's status.
         """
         if self.created_repository is None:
             raise HTTPException(404, "not found", {"X-Error-Code": "RepoNotFound"})
@@ -206,7 +206,7 @@ def build_app(hub: HubServer) -> FastAPI:
 
     @app.post(f"/{REPO_ID}.git/info/lfs/objects/batch")
     def choose_upload_urls(body: dict[str, Any]) -> Any:
-        """Say for each large file to which URL the client has to upload it. A file that the server has gets no URL."""
+        """Say for each large file to which URL the client has to upload it. Files on the server get no URL."""
         objects = []
         for entry in body["objects"]:
             file_hash = entry["oid"]
@@ -288,7 +288,7 @@ def describe_file(path: str, content: bytes) -> dict[str, Any]:
 def serve_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Start a server, and have the Hub's client send its requests to this server instead of the Hub.
 
-    The client in processes that this process starts does so too.
+    The same holds for the client in processes that this process starts.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening_socket:  # the system chooses a free port
         _, port = listening_socket.getsockname()

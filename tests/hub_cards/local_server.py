@@ -17,7 +17,7 @@ from PIL import Image
 
 @contextmanager
 def serve(command: Sequence[str | Path], folder: Path, log: Path) -> Iterator[openai.OpenAI]:
-    """A client of a server that runs in its own process as long as the `with` lasts.
+    """Run a server in its own process during the body of a `with`, and give that body a client.
 
     Args:
         command: The command that starts the server. `--port` and a free port are added.

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 # A function that makes a change in a folder.
 FolderChange = Callable[[Path], object]
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 

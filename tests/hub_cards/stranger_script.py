@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def make_messages(image: Any) -> list[dict[str, Any]]:
-    """The question about a picture, as messages."""
+    """The question about a picture, as messages. `image` is the picture, or its base64 text for the handler."""
     content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
     return [{"role": "user", "content": content}]
 

@@ -25,6 +25,7 @@ def ask_as_stranger(release: Path, picture: Image.Image, folder: Path, trusts_co
         trusts_code: Whether to load the release with `trust_remote_code=True`. If not, the flag is left out.
     """
     picture.save(folder / "picture.png")
+    # With -I, Python looks for modules neither in PYTHONPATH nor in the folder of the script.
     command = [sys.executable, "-I", SCRIPT, release, folder / "picture.png", folder / "answers.pt"]
     if trusts_code:
         command.append("--trust_remote_code")

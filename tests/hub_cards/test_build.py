@@ -68,13 +68,13 @@ def name_parts(run: Path, text: str | None, vision: str | None) -> None:
 def test_a_build_keeps_other_files_beside_the_release(
     trained_run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
+    # The build writes the Space's files into `release-space`, and does not touch `space`.
     for folder in ("space", "release-space"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.txt").write_text("mine")
     build_card(trained_run, **OWN_LICENCE)
-    assert (tmp_path / "space" / "mine.txt").exists()
+    assert [path.name for path in (tmp_path / "space").iterdir()] == ["mine.txt"]
 
-    # The build writes the Space's files into the folder `release-space`.
     names = [path.name for path in (tmp_path / "release-space").iterdir()]
     for name in ("mine.txt", "app.py", "pixels.py"):
         assert name in names
@@ -123,7 +123,7 @@ def test_a_release_records_what_it_was_built_for_and_from(release: Path, trained
 RECORDED_TEXTS = (
     "# Tiny-NormLlava\n",
     "Answers questions.",
-    "followed by a LayerNorm with gradient compensation (GWC)",
+    "followed by a LayerNorm with global weight compensation (GWC)",
     "| norm after it | new in this model | 64 |",  # gain and bias of a LayerNorm of width 32
     "| vision encoder | trained from scratch |",
     "### Stage: instruct",
@@ -190,7 +190,7 @@ def test_the_hubs_client_reads_the_metadata(release: Path) -> None:
 
 
 def test_the_card_shows_what_no_file_holds_as_not_recorded(run: Path, build_card: Callable[..., str]) -> None:
-    # run.json holds the hardware and the commit, but not the number of steps.
+    # Without run.json, the hardware and the commit are not known. The number of steps is in trainer_state.json.
     (run / "run.json").unlink()
     card = build_card(run, **OWN_LICENCE)
     assert "| steps | 8 |" in card
@@ -277,8 +277,12 @@ def test_commands_on_the_card_are_not_escaped(run: Path, build_card: Callable[..
 def run_with_benchmarks(run: Path) -> Path:
     """The run, with results on its own rows, on a registered benchmark, and on a dataset that may be registered."""
     (row,) = json.loads((run / "evaluation.json").read_text())
-    harness = {"harness": "lm-eval 0.4.13", "choice": "8 shots", "value": 0.4125}
-    gsm8k = row | harness | {"dataset": "openai/gsm8k, main"}
+    gsm8k = row | {
+        "dataset": "openai/gsm8k, main",
+        "harness": "lm-eval 0.4.13",
+        "choice": "8 shots",
+        "value": 0.4125,
+    }
     mmstar = row | {"dataset": "Lin-Chen/MMStar", "value": 41.25}
     (run / "evaluation.json").write_text(json.dumps([row, gsm8k, mmstar]))
     return run
@@ -356,6 +360,12 @@ def measured_run(run: Path) -> Path:
     return run
 
 
+def read_model_entry(run: Path) -> dict[str, Any]:
+    """The entry of the run's one model in the report of the diagnostics."""
+    (entry,) = json.loads((run / "diagnostics" / "report.json").read_text())["models"]
+    return entry
+
+
 def test_the_card_shows_the_diagnostics_report(
     measured_run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -378,21 +388,21 @@ def test_the_card_shows_the_diagnostics_report(
     ],
 )
 def test_a_report_of_other_weights_is_refused(change: dict[str, Any], measured_run: Path) -> None:
-    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
+    model = read_model_entry(measured_run)
     set_fields("diagnostics/report.json", models=[model | change])(measured_run)
     with pytest.raises(ValueError, match=r"report.json is of other weights. Run python -m diagnostics on this model"):
         collect_facts(measured_run)
 
 
 def test_a_report_of_two_models_is_refused(measured_run: Path) -> None:
-    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
+    model = read_model_entry(measured_run)
     set_fields("diagnostics/report.json", models=[model, model])(measured_run)
     with pytest.raises(ValueError, match="Run python -m diagnostics on this model alone"):
         collect_facts(measured_run)
 
 
 def test_a_report_of_another_version_is_refused(measured_run: Path) -> None:
-    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
+    model = read_model_entry(measured_run)
     del model["summary"]
     set_fields("diagnostics/report.json", models=[model])(measured_run)
     with pytest.raises(ValueError, match=r"report.json: another version wrote it .* Run python -m diagnostics"):

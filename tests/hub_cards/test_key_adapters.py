@@ -31,7 +31,7 @@ def adapted_run(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     for layer in model.model.language_model.layers:
         layer.self_attn.k_proj.key_adapter.up.data.normal_()
     model.save_pretrained(run)
-    (run / "evaluation.json").unlink()  # its results were measured without the adapters
+    (run / "evaluation.json").unlink()  # the results in this file were measured without the adapters
     set_fields("run.json", arguments={"stage": "adapt", "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(run)
     return run
 
@@ -62,11 +62,13 @@ def test_the_card_shows_the_key_adapters_of_the_config_and_the_weights(
 def test_training_before_the_adapters_were_added_is_recorded(
     trained_run: Path, adapted_run: Path, tmp_path: Path
 ) -> None:
-    # `add_key_adapters` makes the folder `with_adapters` from `trained_run`. `run` then starts from that folder.
-    run = shutil.copytree(adapted_run, tmp_path / "run")
+    # `training/add_key_adapters.py` makes the folder `with_adapters` from the model of `trained_run`.
     with_adapters = tmp_path / "with_adapters"
     arguments = ["--model", str(trained_run), "--rank", str(RANK), "--output_dir", str(with_adapters)]
     run_add_key_adapters(arguments)
+
+    # The run starts from that folder.
+    run = shutil.copytree(adapted_run, tmp_path / "run")
     set_fields("run.json", arguments={"stage": "adapt", "model_name_or_path": str(with_adapters)})(run)
 
     facts = collect_facts(run)

@@ -19,7 +19,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from hub_cards.build import BuildOptions, build_release
 from hub_cards.check import find_faults
 from hub_cards.contents import read_json, read_processor
-from hub_cards.facts import load_config
+from hub_cards.facts import read_normllava_config
 from hub_cards.plain import added_fields, is_plain_llava
 from hub_cards.push import push_release
 from hub_cards.serve import build_app
@@ -49,7 +49,7 @@ def release(run: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.
 
 def is_plain(folder: Path) -> bool:
     """Whether the model of a run's folder is a plain Llava."""
-    return is_plain_llava(load_config(folder), read_processor(folder))
+    return is_plain_llava(read_normllava_config(folder), read_processor(folder))
 
 
 def test_a_model_without_a_norm_layer_is_a_plain_llava(run: Path) -> None:
@@ -70,18 +70,19 @@ def test_a_model_without_a_norm_layer_is_a_plain_llava(run: Path) -> None:
 def test_a_model_with_what_llava_lacks_is_no_plain_llava(
     options: dict[str, Any], composed: Callable[..., Path]
 ) -> None:
-    assert not is_plain(composed(**{"projector_norm": "none", **options}))
+    all_options = {"projector_norm": "none", **options}
+    assert not is_plain(composed(**all_options))
 
 
 def test_a_model_with_a_new_config_field_is_no_plain_llava(run: Path) -> None:
-    """The effect of the new field isn't known here."""
+    """`is_plain_llava` doesn't know whether a field of a later version changes what the model computes."""
 
-    @strict
+    @strict  # makes `later_field` a field of the config
     class LaterConfig(NormLlavaConfig):
         later_field: int = 0
 
     config = LaterConfig(projector_norm="none")
-    assert added_fields(config) == {"later_field"} | added_fields(load_config(run))
+    assert added_fields(config) == {"later_field"} | added_fields(read_normllava_config(run))
     assert not is_plain_llava(config, read_processor(run))
 
 
@@ -123,7 +124,9 @@ def test_a_model_in_shards_is_published_in_shards(run: Path, prose: Path, tmp_pa
     build_release(sharded, tmp_path / "release", BuildOptions(repo_id=REPO_ID, prose=prose, license="apache-2.0"))
     assert find_faults(tmp_path / "release") == []
 
+    # Each shard holds the tensors that the index says.
     weight_map = read_json(tmp_path / "release" / "model.safetensors.index.json")["weight_map"]
+    assert len(set(weight_map.values())) == 2
     for name, file_name in weight_map.items():
         assert name in load_file(tmp_path / "release" / file_name)
 
@@ -229,11 +232,11 @@ def test_a_stranger_gets_the_runs_logits_and_answers_without_a_flag(
     release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str], tmp_path: Path
 ) -> None:
     """A stranger has transformers, but not this project."""
-    logits, answer = expected
-    stranger = ask_as_stranger(release, red_picture, tmp_path, trusts_code=False)
-    assert torch.equal(stranger["logits"], logits)
-    assert stranger["pipeline"] == stranger["handler"] == answer
-    assert all(module.startswith("transformers.models.llava.") for module in stranger["modules"])
+    expected_logits, expected_answer = expected
+    answers = ask_as_stranger(release, red_picture, tmp_path, trusts_code=False)
+    assert torch.equal(answers["logits"], expected_logits)
+    assert answers["pipeline"] == answers["handler"] == expected_answer
+    assert all(module.startswith("transformers.models.llava.") for module in answers["modules"])
 
 
 @pytest.mark.slow

@@ -15,14 +15,14 @@ from plants import change_weights
 
 
 @pytest.fixture
-def token(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A valid token, in the file into which `hf auth login` writes it."""
+def logged_in(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a valid token into a file, as `hf auth login` does."""
     (tmp_path / "token").write_text(TOKEN)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
 
 
 def test_the_folder_of_a_dry_run_is_pushed_and_verified(
-    trained_run: Path, prose: Path, hub: HubServer, token: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trained_run: Path, prose: Path, hub: HubServer, logged_in: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "release"
     push = ["push", trained_run, "--repo_id", REPO_ID, "--output_dir", folder]
@@ -65,13 +65,13 @@ def test_options_of_the_build_are_refused_for_a_folder_that_exists_already(
     trained_run: Path, release: Path, prose: Path, hub: HubServer
 ) -> None:
     dry_run = ["push", trained_run, "--repo_id", REPO_ID, "--output_dir", release, "--dry_run"]
-    advice = (
+    message = re.escape(
         f"no effect on {release}, which is there already. Delete {release} to build it anew, or leave the options out"
     )
-    with pytest.raises(SystemExit, match=f"^error: --prose, --license: {re.escape(advice)}"):
+    with pytest.raises(SystemExit, match=f"^error: --prose, --license: {message}"):
         run_command(*dry_run, "--license", "mit", "--prose", prose)
 
-    run_command(*dry_run)
+    run_command(*dry_run)  # raises no error
 
 
 def test_without_a_token_a_push_is_refused_but_a_dry_run_builds(
@@ -90,7 +90,9 @@ def test_without_a_token_a_push_is_refused_but_a_dry_run_builds(
     assert hub.requests == []
 
 
-def test_a_folder_for_another_tag_is_refused(trained_run: Path, release: Path, token: None, hub: HubServer) -> None:
+def test_a_folder_for_another_tag_is_refused(
+    trained_run: Path, release: Path, logged_in: None, hub: HubServer
+) -> None:
     with pytest.raises(SystemExit, match=f"was built for {REPO_ID}, v1.0. Delete it, or choose another --output_dir"):
         run_command("push", trained_run, "--repo_id", REPO_ID, "--revision", "v1.1", "--output_dir", release)
 
@@ -98,7 +100,7 @@ def test_a_folder_for_another_tag_is_refused(trained_run: Path, release: Path, t
 
 
 def test_a_release_folder_in_place_of_the_run_is_refused(
-    release: Path, tmp_path: Path, token: None, hub: HubServer
+    release: Path, tmp_path: Path, logged_in: None, hub: HubServer
 ) -> None:
     with pytest.raises(SystemExit, match="is a release: give the run that it was built from"):
         run_command("push", release, "--repo_id", REPO_ID, "--output_dir", tmp_path / "new")
@@ -107,7 +109,7 @@ def test_a_release_folder_in_place_of_the_run_is_refused(
 
 
 def test_a_folder_of_other_weights_is_refused(
-    trained_run: Path, release: Path, tmp_path: Path, token: None, hub: HubServer
+    trained_run: Path, release: Path, tmp_path: Path, logged_in: None, hub: HubServer
 ) -> None:
     retrained = shutil.copytree(trained_run, tmp_path / "retrained")
     change_weights(lambda weights: weights["lm_head.weight"].zero_())(retrained)
@@ -118,7 +120,7 @@ def test_a_folder_of_other_weights_is_refused(
 
 
 def test_a_folder_of_an_earlier_version_is_refused(
-    trained_run: Path, release: Path, tmp_path: Path, token: None, hub: HubServer
+    trained_run: Path, release: Path, tmp_path: Path, logged_in: None, hub: HubServer
 ) -> None:
     # Earlier versions built folders without release.json.
     old_release = shutil.copytree(release, tmp_path / "old")
@@ -137,7 +139,7 @@ def test_a_command_of_an_earlier_version_is_refused_with_the_new_command(command
 
 
 def test_a_folder_with_a_file_that_is_not_on_the_list_is_not_pushed(
-    trained_run: Path, release: Path, hub: HubServer, token: None, tmp_path: Path
+    trained_run: Path, release: Path, hub: HubServer, logged_in: None, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(release, tmp_path / "release")
     (folder / "optimizer.pt").write_bytes(b"x")
@@ -162,7 +164,8 @@ def test_a_token_that_the_hub_refuses_ends_in_one_error(
 def test_a_push_that_stopped_is_finished_by_another(
     failing_path: str, release: Path, hub: HubServer, api: HfApi
 ) -> None:
-    # The client gives up after status 403. After 500 it asks again, here where to upload large files.
+    # The client gives up after status 403, and asks again after status 500. At `/objects/batch`, the client asks where
+    # to upload large files.
     hub.failures = {failing_path: 403, "/objects/batch": 500}
     with pytest.raises(OSError, match="403"):
         push_release(release, api, public=True)

@@ -40,16 +40,16 @@ def test_a_release_answers_as_the_run(
     build_release(run, release, BuildOptions(repo_id="me/Mine", prose=prose, license="apache-2.0"))
     assert find_faults(release) == []
 
-    # For a stranger: the model's class, the pipeline and the endpoint's handler.
+    # A stranger asks the model's class, the pipeline and the endpoint's handler.
     model = AutoModelForImageTextToText.from_pretrained(run).eval()
-    logits, answer = ask_here(model, AutoProcessor.from_pretrained(run), picture)
-    stranger = ask_as_stranger(release, picture, tmp_path, trusts_code=True)
-    assert torch.equal(stranger["logits"], logits)
-    assert stranger["pipeline"] == stranger["handler"] == answer
+    expected_logits, expected_answer = ask_here(model, AutoProcessor.from_pretrained(run), picture)
+    answers = ask_as_stranger(release, picture, tmp_path, trusts_code=True)
+    assert torch.equal(answers["logits"], expected_logits)
+    assert answers["pipeline"] == answers["handler"] == expected_answer
 
-    # This project's server.
+    # This project's server gives the same answer.
     messages = make_messages(make_data_url(picture), QUESTION)
     request = {"model": str(release), "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
     with TestClient(build_app(str(release), "main")) as client:
         response = client.post("/v1/chat/completions", json=request)
-    assert response.json()["choices"][0]["message"]["content"].strip() == answer
+    assert response.json()["choices"][0]["message"]["content"].strip() == expected_answer

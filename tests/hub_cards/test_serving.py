@@ -62,7 +62,7 @@ def save_unusual_pictures(folder: Path) -> None:
     transparent = Image.new("RGBA", (8, 6), (0, 0, 0, 0))
     transparent.putpixel((2, 3), (0, 0, 0, 255))  # one black pixel
     transparent.save(folder / "transparent.png")
-    transparent.convert("P").save(folder / "palette.gif", transparency=0)
+    transparent.convert("P").save(folder / "palette.gif", transparency=0)  # colour 0 of the palette is transparent
 
     orientation = 0x0112  # the number of an EXIF field
     exif = Image.Exif()
@@ -70,23 +70,30 @@ def save_unusual_pictures(folder: Path) -> None:
     Image.effect_noise((8, 6), 80).convert("CMYK").save(folder / "rotated.jpg", exif=exif)
 
 
+def open_in_training(path: Path) -> Image.Image:
+    """Open a picture file as training does."""
+    (picture,) = open_images({"images": [str(path)], "source": "row"})  # "source" is for error messages
+    return picture
+
+
 def test_the_endpoint_reads_pictures_as_training_does(handler_module: Any, tmp_path: Path) -> None:
     save_unusual_pictures(tmp_path)
     for path in sorted(tmp_path.iterdir()):
-        (in_training,) = open_images({"images": [str(path)], "source": "row"})
+        training_picture = open_in_training(path)
         encoded = base64.b64encode(path.read_bytes()).decode()
-        in_endpoint = handler_module.read_image(encoded)
-        assert in_endpoint.tobytes() == in_training.tobytes(), path.name
+        endpoint_picture = handler_module.read_image(encoded)
+        assert endpoint_picture.tobytes() == training_picture.tobytes(), path.name
 
 
 def test_the_space_reads_pictures_as_training_does(release: Path, tmp_path: Path) -> None:
     save_unusual_pictures(tmp_path)
-    space_pixels: Any = runpy.run_path(str(release.with_name("release-space") / "pixels.py"))
+    pixels_file = release.with_name("release-space") / "pixels.py"
+    space_to_rgb: Any = runpy.run_path(str(pixels_file))["to_rgb"]
     for path in sorted(tmp_path.iterdir()):
-        (in_training,) = open_images({"images": [str(path)], "source": "row"})
+        training_picture = open_in_training(path)
         with Image.open(path) as picture:
-            in_space = space_pixels["to_rgb"](picture)
-        assert in_space.tobytes() == in_training.tobytes(), path.name
+            space_picture = space_to_rgb(picture)
+        assert space_picture.tobytes() == training_picture.tobytes(), path.name
 
 
 def test_the_handler_answers_as_the_pipeline_does(handler: Any, release: Path) -> None:
@@ -161,6 +168,7 @@ def client(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield openai_client
 
 
+# The picture about which the server and the handler are asked.
 PICTURE_URL = f"data:image/png;base64,{encode_picture()}"
 
 
@@ -189,7 +197,8 @@ def test_a_stream_of_chat_completions_answers_as_the_handler_does(
         if text is not None:
             streamed += text
 
-    # An answer that is cut off may end with an incomplete character, which is decoded as U+FFFD. A stream omits it.
+    # An answer that is cut off may end with an incomplete character. The handler decodes such a character as U+FFFD,
+    # and a stream omits it.
     assert streamed.strip() == handler_answer.rstrip("\ufffd")
 
 
@@ -247,7 +256,7 @@ def test_routes_that_load_models_or_read_files_are_taken_out(client: Any, route:
 
 
 def test_pages_of_other_sites_may_not_read_answers(client: Any) -> None:
-    """A browser lets a page of another site read an answer only if the answer has this header."""
+    """A browser lets a page of another site read an answer only if the header below allows the site."""
     request = urllib.request.Request(f"{client.base_url}models", headers={"Origin": "https://evil.example"})
     assert "access-control-allow-origin" not in urllib.request.urlopen(request).headers
 

@@ -67,7 +67,8 @@ def test_a_word_is_as_likely_as_its_tokens_together(
     inputs = space.encode_question(picture, "what is it?")
     grey_inputs = space.encode_question(Image.new("RGB", picture.size, (128, 128, 128)), "what is it?")
     tokenizer = space.processor.tokenizer
-    answer_ids = tokenizer("a bc<|im_end|>", return_tensors="pt").input_ids[0]  # a token for each character
+    # Each character is a token, and so is "<|im_end|>".
+    answer_ids = tokenizer("a bc<|im_end|>", return_tensors="pt").input_ids[0]
     first_word, second_word = words_module.score_words(space.model, tokenizer, inputs, grey_inputs, answer_ids)
     assert (first_word.text, second_word.text) == ("a", "bc")
 
@@ -81,6 +82,13 @@ def test_a_word_is_as_likely_as_its_tokens_together(
     assert second_word.with_picture != second_word.with_grey
 
 
+def test_a_character_of_several_tokens_is_shown_whole(space: ModuleType, words_module: ModuleType) -> None:
+    tokenizer = space.processor.tokenizer
+    answer_ids = tokenizer("für 字").input_ids  # a token for each byte: two for "ü", three for "字"
+    words = words_module.split_into_words(tokenizer, answer_ids)
+    assert words == [("für", [0, 1, 2, 3]), ("字", [4, 5, 6, 7])]
+
+
 def test_the_figure_shows_the_first_words(words_module: ModuleType) -> None:
     words = [words_module.Word(f"word{number}", 0.75, 0.25) for number in range(20)]
     words[0] = words_module.Word("$5$", 0.5, 0.1)
@@ -92,9 +100,9 @@ def test_the_figure_shows_the_first_words(words_module: ModuleType) -> None:
     assert labels == ["$5$", "an-answer-that-…", *(f"word{number}" for number in range(2, 12))]
 
     # Bars show percent.
-    with_picture, with_grey = axis.containers
-    assert [bar.get_width() for bar in with_picture][:2] == [50, 75]
-    assert [bar.get_width() for bar in with_grey][:2] == [10, 25]
+    picture_bars, grey_bars = axis.containers
+    assert [bar.get_width() for bar in picture_bars][:2] == [50, 75]
+    assert [bar.get_width() for bar in grey_bars][:2] == [10, 25]
 
 
 def test_an_answer_without_words_has_an_empty_figure(words_module: ModuleType) -> None:
@@ -165,7 +173,7 @@ def test_the_space_answers_over_http(space: ModuleType, client: Client, picture:
     assert text == expected_text
     assert plot["plot"].startswith("data:image")
     first_label = figure.axes[0].get_yticklabels()[0].get_text()
-    assert text.startswith(first_label.removesuffix("…"))
+    assert text.startswith(first_label.removesuffix("…"))  # the "…" shows that a word was cut off
 
 
 def test_a_transparent_picture_gets_a_white_ground_over_http(

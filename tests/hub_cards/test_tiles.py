@@ -132,9 +132,9 @@ def test_a_stranger_gets_the_models_answers(
     release: Path, wide_picture: Image.Image, expected: tuple[torch.Tensor, str], tmp_path: Path
 ) -> None:
     """A stranger has transformers, but not this project."""
-    logits, answer = expected
-    stranger = ask_as_stranger(release, wide_picture, tmp_path, trusts_code=True)
-    assert torch.equal(stranger["logits"], logits)
-    assert stranger["pipeline"] == stranger["handler"] == answer
+    expected_logits, expected_answer = expected
+    answers = ask_as_stranger(release, wide_picture, tmp_path, trusts_code=True)
+    assert torch.equal(answers["logits"], expected_logits)
+    assert answers["pipeline"] == answers["handler"] == expected_answer
     # The classes of the model and the processor are the release's own.
-    assert all(module.startswith("transformers_modules.") for module in stranger["modules"])
+    assert all(module.startswith("transformers_modules.") for module in answers["modules"])

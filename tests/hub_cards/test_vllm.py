@@ -124,9 +124,9 @@ def compare_answers(vllm_python: Path, folder: Path, implementation: str, scratc
 
     # On a CPU that can multiply bfloat16, vLLM's attention rounds to bfloat16. The question without a picture shows by
     # how much. A picture may double the difference. 1e-5 allows for a CPU that doesn't round.
-    with_picture, without_picture = largest_differences
-    assert without_picture < 0.01
-    assert with_picture < 2 * without_picture + 1e-5
+    picture_difference, text_difference = largest_differences
+    assert text_difference < 0.01
+    assert picture_difference < 2 * text_difference + 1e-5
 
 
 @pytest.mark.slow

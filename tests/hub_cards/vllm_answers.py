@@ -41,11 +41,11 @@ def make_prompts(processor: Any) -> list[dict[str, Any]]:
     """A prompt with a picture, and a prompt without a picture, in vLLM's form."""
     # Twice as wide as high: a processor that cuts tiles makes two tiles of the picture, and the thumbnail.
     picture = Image.linear_gradient("L").convert("RGB").resize((56, 28))
-    with_picture = format_chat(processor, [{"type": "image"}, {"type": "text", "text": "what is it?"}])
-    without_picture = format_chat(processor, [{"type": "text", "text": "who are you?"}])
+    picture_chat = format_chat(processor, [{"type": "image"}, {"type": "text", "text": "what is it?"}])
+    text_chat = format_chat(processor, [{"type": "text", "text": "who are you?"}])
     return [
-        {"prompt": with_picture, "multi_modal_data": {"image": picture}},
-        {"prompt": without_picture, "multi_modal_data": {}},
+        {"prompt": picture_chat, "multi_modal_data": {"image": picture}},
+        {"prompt": text_chat, "multi_modal_data": {}},
     ]
 
 
@@ -85,7 +85,7 @@ def ask_vllm(folder: str, implementation: str, prompts: list[dict[str, Any]]) ->
         enforce_eager=True,
         max_model_len=256,
         gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=2**26,  # 256 tokens of a model of 30 layers take 12 MB, in blocks of 128
+        kv_cache_memory_bytes=2**26,  # 64 MiB, more than 256 tokens of a model with 30 layers take
     )
     # logprobs=0 asks for the log-probability of each generated token, and of no other token.
     options = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0)

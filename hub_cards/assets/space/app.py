@@ -22,7 +22,7 @@ from words import Word, draw_words, score_words
 
 
 MAX_NEW_TOKENS = 256
-# Options of `generate` for a greedy answer. The model's generation config may set penalties, which these override.
+# Options of a greedy answer. They override the model's generation config, which may set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 # The text below the figure.
 CAPTION = (
@@ -114,7 +114,7 @@ with gr.Blocks(title=NAME) as demo:
         inputs=[picture_input, question_box],
         outputs=[answer_box, plot],
     )
-demo.queue(max_size=20)
+demo.queue(max_size=20)  # at most 20 questions wait
 
 if __name__ == "__main__":
     demo.launch(max_file_size="20mb")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,23 +80,27 @@ def score_tokens(model: Any, inputs: Mapping[str, torch.Tensor], answer_ids: tor
 
 def split_into_words(tokenizer: Any, answer_ids: Sequence[int]) -> list[tuple[str, list[int]]]:
     """The words of an answer, each with the indices of its tokens. Special tokens belong to no word."""
-    words: list[tuple[str, list[int]]] = []
-    text_before = ""
+    starts: list[int] = []  # where each word starts in the answer's text
+    indices_by_word: list[list[int]] = []
+    text = ""
     for index, token_id in enumerate(answer_ids):
         if token_id in tokenizer.all_special_ids:
             continue
 
         # A token may be only a part of a character, so the whole text up to the token is decoded.
+        start = len(text)
         text = tokenizer.decode(answer_ids[: index + 1], skip_special_tokens=True)
-        new_text = text[len(text_before) :]
-        starts_word = not words or new_text[:1].isspace()
+        starts_word = not starts or text[start : start + 1].isspace()
         if starts_word:
-            words.append((new_text, [index]))
+            starts.append(start)
+            indices_by_word.append([index])
         else:
-            word, indices = words[-1]
-            words[-1] = (word + new_text, [*indices, index])
-        text_before = text
-    return [(word.strip(), indices) for word, indices in words if word.strip()]
+            indices_by_word[-1].append(index)
+
+    # Each word ends where the next word starts, and the last word at the end of the text.
+    bounds = pairwise([*starts, len(text)])
+    words = [text[start:end].strip() for start, end in bounds]
+    return [(word, indices) for word, indices in zip(words, indices_by_word, strict=True) if word]
 
 
 def draw_words(words: Sequence[Word]) -> Figure:

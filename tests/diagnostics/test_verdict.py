@@ -226,7 +226,7 @@ def sweep_lines(changes: dict[float, np.ndarray], answers: str = "several") -> l
 def test_right_answers_that_become_fewer_are_told() -> None:
     assert sweep_lines({0.3: -CLEAR, 3.0: ZERO}) == [
         "Right answers: 50% as it is; 20% at × 0.3, clearly worse; 50% at × 3, no change.",
-        "What to do: leave the norm as it is. No norm tried (0.3 to 3 times) answers clearly more.",
+        "What to do: leave the norm as it is. No norm tried (0.3 to 3 times) gives clearly more right answers.",
     ]
 
 
@@ -238,7 +238,7 @@ def test_two_doses_that_do_the_same_are_told_together() -> None:
 def test_a_dose_that_helps_is_told_with_a_warning() -> None:
     _, advice = sweep_lines({0.3: -CLEAR, 3.0: UNCLEAR, 10.0: CLEAR})
     assert advice == (
-        "What to do: train the model at × 10 and compare; it answers clearly more there, 80%. "
+        "What to do: train the model at × 10 and compare; it gives clearly more right answers there, 80%. "
         "Of 3 norms tried, one can look better by chance."
     )
 

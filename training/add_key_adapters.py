@@ -51,8 +51,10 @@ def add_key_adapters(
 
     # Key adapters need a mask of the image tokens, which some decoders don't pass on to their layers. With such a
     # decoder, this forward pass on a single token raises a ValueError.
+    adapted.eval()
+    single_token = torch.zeros((1, 1), dtype=torch.long)
     with torch.no_grad():
-        adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
+        adapted(input_ids=single_token)
     return adapted
 
 

@@ -1,6 +1,6 @@
-"""Aligns a new projector: image tokens get the directions of the language model's own embeddings of the captions.
+"""Aligns a new projector: turns image tokens towards the language model's own embeddings of their captions.
 
-A contrastive loss (InfoNCE on cosines) trains the projector. It turns the image tokens of a picture towards the
+A contrastive loss (InfoNCE on cosines) trains the projector. The loss turns the image tokens of a picture towards the
 embeddings of the picture's caption, and away from the other captions of the batch. Only directions are trained: the
 loss first scales each image token to the mean norm of text embeddings, and the projector's norm layer is frozen. A
 projector without a norm layer is scaled afterwards so that image tokens have the norm that they had before. The
@@ -81,7 +81,7 @@ def align(
         row_indices = torch.randint(len(features), (BATCH_SIZE,))
         image_tokens = projector(features[row_indices].to(device).float())
 
-        # The ids of the batch's captions without duplicates, and for each row the index of its caption among them.
+        # The ids of the batch's different captions, and for each row the index of its caption's id among these ids.
         batch_caption_ids, targets = caption_ids[row_indices].unique(return_inverse=True)
         batch_directions = directions[batch_caption_ids.to(device)]
         loss = contrastive_loss(image_tokens, vocabulary_mean, batch_directions, targets.to(device))
@@ -183,6 +183,7 @@ def embed_captions(
 
     sums = []
     for tokens in tokens_by_caption:
+        # Adding 1 keeps the weight of a token that all captions have above 0.
         weights = [math.log((1 + len(captions)) / num_captions_with[token]) for token in tokens]  # [num_tokens]
         embeddings = embed(torch.tensor(tokens, device=device)).float()  # [num_tokens, hidden_size]
         sums.append(torch.tensor(weights, device=device) @ (embeddings - vocabulary_mean))  # [hidden_size]
@@ -202,12 +203,12 @@ def contrastive_loss(
 
     Args:
         image_tokens: `(num_pictures, num_patches, hidden_size)`.
-        vocabulary_mean: The vocabulary's mean embedding, in the units of [`embed_captions`], `(hidden_size,)`.
+        vocabulary_mean: The vocabulary's mean embedding, as [`embed_captions`] returns it, `(hidden_size,)`.
         directions: The directions of the batch's captions, `(num_captions, hidden_size)`.
         targets: The index of each picture's caption in `directions`, `(num_pictures,)`.
     """
-    # Image tokens are scaled to the norm of text, which is 1 in the units of `vocabulary_mean`. Then this mean is
-    # subtracted, as it was from the captions' tokens.
+    # Image tokens are scaled to the mean norm of text embeddings, which is 1 in the units of `vocabulary_mean`. Then
+    # this mean is subtracted, as `embed_captions` subtracts it from the captions' tokens.
     tokens = nn.functional.normalize(image_tokens, dim=-1) - vocabulary_mean
     pictures = tokens.mean(dim=1)  # [num_pictures, hidden_size]
 

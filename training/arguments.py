@@ -139,7 +139,8 @@ class TrainingConfig(SFTConfig):
         # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, which older versions lack.
         has_new_field = hasattr(self, "activation_checkpointing")
         new_value = getattr(self, "activation_checkpointing", None)
-        # If the recipe gives neither field, layers are checkpointed until the rehearsal has decided.
+        # If the recipe gives neither field, layers are checkpointed until the rehearsal of the largest batches has
+        # decided.
         self.chooses_checkpointing = self.gradient_checkpointing is None and new_value is None
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = True

@@ -48,7 +48,7 @@ def read_config(path: str) -> Any:
     Raises:
         UserError: if the config can't be read, or says that the checkpoint is quantized.
     """
-    name = folder_or_id(path)
+    name = folder_or_id(path)  # refuses a folder that doesn't exist
     with errors_named_after(path):
         config = AutoConfig.from_pretrained(name)
     # The composed model would get this field too, and its other parts would be treated as quantized.
@@ -139,8 +139,8 @@ def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bo
     Args:
         image_processor: The image processor of the encoder.
         size: Number of pixels along a side of the pictures that the encoder takes.
-        keeps_crop: Whether an image processor that crops pictures to their central square still crops them. Otherwise
-            it squashes them, so that all of a wide picture is seen, as in the paper (arXiv 2512.08374, App. E).
+        keeps_crop: Whether an image processor that crops pictures to their central square keeps doing so. Otherwise
+            pictures are squashed, so that all of a wide picture is seen, as in the paper (arXiv 2512.08374, App. E).
     """
     square = {"height": size, "width": size}
     crops_now = bool(getattr(image_processor, "do_center_crop", False))
@@ -215,7 +215,7 @@ def join_parts(
     """The NormLlava that consists of these parts and a new projector.
 
     Raises:
-        UserError: if a model built from the config would not have the language model's weights. The NormLlava could
+        UserError: if a model built from the config couldn't take the language model's weights. The NormLlava could
             then be saved, but not be loaded again.
     """
     decoder = text_model.get_decoder()

@@ -113,7 +113,7 @@ def _find_newest_checkpoint(output_dir: Path) -> Path | None:
     holds_result = steps_done(output_dir) > 0
     if not holds_result:
         raise UserError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
-    return None  # training/sft.py then checks that the result is that of the whole run
+    return None  # training/sft.py then checks that the result has all steps of the run
 
 
 def _holds_run_or_model(output_dir: Path) -> bool:
@@ -196,7 +196,7 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
 
 
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
-    """Move a run's checkpoints after `checkpoint`, and its state if it has finished, into a folder in `superseded`."""
+    """Move a run's later checkpoints, and a finished run's state file, into a new folder in `superseded`."""
     resumed_step = checkpoint_step(checkpoint)
     later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > resumed_step]
     # A state file in the output folder itself would mark the run as finished.

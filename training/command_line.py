@@ -154,7 +154,7 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
 def takes_type(name: str, wanted_type: type) -> bool:
     """Whether a field may have values of `wanted_type`, which is `list` or `dict`.
 
-    For an unknown field, which the parser refuses, this is true.
+    The answer is true for an unknown field, which the parser will refuse.
     """
     annotations = get_type_hints(RunArguments) | get_type_hints(TrainingConfig)
     if name not in annotations:

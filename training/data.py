@@ -62,18 +62,18 @@ def read_rows(
         stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
         return stream, stream_fingerprint(entry.path, entry.name, entry.split), []
 
-    drawn_rows = []
+    mixture = []
     sources = []
     for index, entry in enumerate(entries):
         checked = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
         # Each source has its own seed, for the random sample of its rows.
-        drawn = draw_rows(checked.good_rows, entry, seed=data_seed(args) + index)
+        drawn_rows = draw_rows(checked.good_rows, entry, seed=data_seed(args) + index)
         logger.info(
-            "%s: %d rows, %d good, %d an epoch", entry.path, checked.num_rows, len(checked.good_rows), len(drawn)
+            "%s: %d rows, %d good, %d an epoch", entry.path, checked.num_rows, len(checked.good_rows), len(drawn_rows)
         )
-        drawn_rows.append(drawn)
-        sources.append(describe_source(entry, checked, len(drawn)))
-    return concatenate_datasets(drawn_rows), mixture_fingerprint(sources), sources
+        mixture.append(drawn_rows)
+        sources.append(describe_source(entry, checked, len(drawn_rows)))
+    return concatenate_datasets(mixture), mixture_fingerprint(sources), sources
 
 
 def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:

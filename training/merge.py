@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. `common.console` silences the warning, and so
+# is imported first.
 from common.console import command, new_folder, parse
 
 

@@ -158,7 +158,7 @@ def _compared_fields(run: Run) -> dict[str, Any]:
 
 
 def describe_environment(device_type: str, num_processes: int, resumed: bool) -> Environment:
-    """The environment of a run. Call this at its start, since the commit may change while it trains.
+    """The environment of a run. Call this when the run starts, since the commit may change during training.
 
     Args:
         device_type: torch's name for the kind of device that the run trains on, `"cuda"` or `"cpu"`.

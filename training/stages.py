@@ -101,8 +101,8 @@ def prepare_stage(
         parameter.data = parameter.data.to(dtype)
 
     if stage is not Stage.INSTRUCT:
-        # The frozen encoder runs without gradients. Otherwise, since transformers' gradient checkpointing makes the
-        # patch embeddings require gradients, a backward pass through the encoder would be computed for nothing.
+        # The frozen encoder runs without gradients. transformers' gradient checkpointing makes the patch embeddings
+        # require gradients, so a backward pass through the encoder would otherwise be computed for nothing.
         model.model.vision_tower.forward = torch.no_grad()(model.model.vision_tower.forward)
     return [group for group in groups.values() if group.parameters]
 

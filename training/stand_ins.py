@@ -37,7 +37,7 @@ class FourBitLinear(nn.Linear):
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with the unpacked weights, which exist only for this product, and again in the backward pass."""
+        """The product with the unpacked weights, which exist only during this product and in the backward pass."""
         dtype = input.dtype
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")

@@ -29,7 +29,7 @@ from training.data import BAD_ROWS_FILE
 
 # The file of a checkpoint with the places of all readers.
 STREAM_FILE = "stream.json"
-# The key of a batch under which the batch carries its place in the stream.
+# The key under which a batch carries its place in the stream.
 PLACE = "place"
 # A reader gives up after this many bad rows without a good row between them. Otherwise it would search forever in a
 # stream whose rows are all bad.

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 # PEFT and FSDP's activation checkpointing put these parts into the names of the parameters that they wrap.
 WRAPPER_NAME_PARTS = ("base_model.model.", "_checkpoint_wrapped_module.")
-# The key of a prepared batch under which it has the positions before supervised tokens.
+# The key under which a prepared batch has the positions before its supervised tokens.
 POSITIONS = "supervised_positions"
 
 
@@ -97,8 +97,8 @@ class NormLlavaTrainer(SFTTrainer):
         key_alignment: KeyAlignment | None = None,
         **kwargs: Any,
     ) -> None:
-        # The module of each parameter, both by name. The parameters themselves are not kept: FSDP2 replaces them by
-        # shards, and a reference to a whole parameter would keep it on the device.
+        # The name of each parameter's module, by the parameter's name. Parameters themselves are not kept: FSDP2
+        # replaces them by shards, and a reference to a whole parameter would keep it on the device.
         self._module_names: dict[str, str] = {}
         # The learning rate that the run gives to each module that is trained.
         self._rates: dict[str, float] = {}
@@ -127,8 +127,8 @@ class NormLlavaTrainer(SFTTrainer):
             super().__init__(model=model, **kwargs)
 
         self._finite_watch = FiniteWatch(self.args.device)
-        # Sums over this process's supervised tokens since the last log: their entropy, how many of them are what the
-        # model finds likeliest, and their number.
+        # Sums over this process's supervised tokens since the last log: their entropy, the number of tokens that the
+        # model finds likeliest, and the number of all.
         self._token_sums = torch.zeros(3, device=self.args.device)
 
         # Autocast would keep a copy of every trained weight in bfloat16 until the forward pass ends, though a pass
@@ -211,7 +211,7 @@ class NormLlavaTrainer(SFTTrainer):
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
         """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now.
 
-        If the recipe doesn't say whether layers are checkpointed, this decides.
+        If the recipe doesn't say whether layers are checkpointed, the memory of these batches decides.
         """
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
@@ -253,10 +253,15 @@ class NormLlavaTrainer(SFTTrainer):
         if limit is None:
             return
 
-        peaks = [peak_without_checkpointing(model, partial(measure_peak, run_pass, device)) for run_pass in passes]
+        peaks = []
+        for run_pass in passes:
+            measure = partial(measure_peak, run_pass, device)
+            peaks.append(peak_without_checkpointing(model, measure))
         peak = max(peaks)
+
         is_too_large = torch.tensor(peak > USABLE_SHARE * limit, dtype=torch.long)
-        if self._sum_over_processes(is_too_large) == 0:
+        num_too_large = self._sum_over_processes(is_too_large)
+        if num_too_large == 0:
             self.args.gradient_checkpointing = False
             stop_checkpointing(model)
         logger.info(
@@ -321,8 +326,8 @@ class NormLlavaTrainer(SFTTrainer):
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         """The number of supervised tokens in all batches of a step, over all processes, on the device.
 
-        They are counted before the batches are copied to the device. Trainer would then wait until the device has
-        taken the number.
+        Tokens are counted before the batches are copied to the device. Trainer would wait until the number has been
+        copied too.
         """
         num_supervised = torch.tensor(0)
         for batch in batch_samples:
@@ -333,8 +338,8 @@ class NormLlavaTrainer(SFTTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a forward and backward pass.
 
-        Trainer would count padding as tokens. Nothing here waits for the device: tokens are counted before they are
-        copied to it, and whether the loss is finite is only noted.
+        Trainer would count padding as tokens. Nothing here waits for the device: tokens are counted before the batch
+        is copied, and whether the loss is finite is only noted.
 
         Returns:
             The loss of the pass.
@@ -359,7 +364,7 @@ class NormLlavaTrainer(SFTTrainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The batch on the device, with the positions before supervised tokens instead of its labels.
 
-        The positions are found here, since on the device Python would have to wait for their number.
+        The positions are found before the batch is copied. On the device, Python would have to wait for their number.
         """
         inputs = dict(inputs)
         positions, next_tokens = supervised_tokens(inputs.pop("labels"))
@@ -448,9 +453,8 @@ class NormLlavaTrainer(SFTTrainer):
             norm = self._grad_norms[module] if self._clip_by_module else whole_norm
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
 
-        # In float16 the scaler skips a step that isn't finite.
-        uses_scaler = self.accelerator.scaler is not None
-        if not uses_scaler:
+        # In float16 there is a scaler, which skips a step whose gradient isn't finite.
+        if self.accelerator.scaler is None:
             self._finite_watch.note(whole_norm)
         return whole_norm
 
@@ -500,7 +504,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._num_new_tokens = 0
 
     def _measurements(self) -> dict[str, float]:
-        """Figures of tokens, learning rates and gradient norms by module, norms at the decoder's input, key losses."""
+        """Our figures for a step's log: entropy, accuracy, learning rates, gradient norms, token norms, key losses."""
         entropy, num_correct, num_tokens = self._sum_over_processes(self._token_sums).tolist()
         self._token_sums.zero_()
 
@@ -600,7 +604,7 @@ class NormLlavaTrainer(SFTTrainer):
 
         With `output_dir`, which Trainer gives for a checkpoint, this is Trainer's own method. Without it, this saves
         the final model of the run: FSDP2's shards are gathered, and the model is written into a separate folder and
-        published only when it is complete. Trainer would write it in its place, and sharded.
+        published only when it is complete. Trainer would write shards, and directly into the run's folder.
 
         Raises:
             UserError: if a loss or a gradient since the last check was not finite.
@@ -662,7 +666,7 @@ def keep_dtypes(model: nn.Module) -> Iterator[None]:
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """L2 norm of the gradient of all `parameters` together, a scalar. It includes the shards of other processes."""
+    """L2 norm of the gradient of all `parameters` together, a scalar. Shards of other processes are included."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):

@@ -52,7 +52,7 @@ def align(
         BadRowError: if a row has no caption, or not exactly one readable picture.
     """
     set_seed(seed)
-    dtype = model.dtype
+    dtype_before = model.dtype
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
 
@@ -68,8 +68,8 @@ def align(
     directions, vocabulary_mean = embed_captions(model, processor, unique_captions)
 
     projector = model.model.multi_modal_projector.float()
-    # The norm of image tokens before training. Without a norm layer, they are scaled back to this norm after training.
     some_features = features[:BATCH_SIZE].to(device).float()
+    # The norm of image tokens. Without a norm layer, they are scaled back to this norm after training.
     norm_before = mean_norm(projector, some_features)
 
     parameters = [*projector.linear_1.parameters(), *projector.linear_2.parameters()]
@@ -98,7 +98,7 @@ def align(
         for parameter in projector.linear_2.parameters():
             parameter.data *= scale
     model.config.projector_aligned = True
-    model.to("cpu", dtype)
+    model.to("cpu", dtype_before)
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ class RunArguments(DatasetArguments, ModelConfig):
 
 
 def read_source(entry: Any) -> SourceArguments:
-    """Turn an entry of a recipe's `datasets` into `SourceArguments`.
+    """Turn an entry of a recipe's `datasets` into `SourceArguments`, unless it is a `SourceArguments` already.
 
     Raises:
         UserError: if the entry is no mapping, has no path, or has an unknown field.

@@ -186,7 +186,7 @@ class KeyAlignment:
         # the layers once more.
         if self._tokens is None:
             return
-        hidden_states = output if isinstance(output, torch.Tensor) else output[0]
+        hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # some layers return a tuple
         drawn_states = hidden_states.flatten(0, 1)[self._positions]  # [num_drawn, hidden_size]
         self._norms.append(drawn_states.float().norm(dim=-1))
 
@@ -240,7 +240,8 @@ class KeyAlignment:
                 keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # at least float32
                 reference = self._references.pop(number, None)
                 # The backward pass computes the losses again, so that only one layer's matrices exist at a time.
-                losses.append(checkpoint(self._layer_losses, keys, reference, visual, text, use_reentrant=False))
+                layer_losses = checkpoint(self._layer_losses, keys, reference, visual, text, use_reentrant=False)
+                losses.append(layer_losses)
             mean_losses = torch.stack(losses).mean(0)  # [2]
 
         self._sums[:2] += mean_losses.detach().cpu().double()

@@ -92,7 +92,7 @@ def prepare_stage(
 
         is_trained = group.learning_rate is not None
         # Trained weights are float32, in which small steps are not lost in rounding. The unread layers of a trained
-        # encoder are float32 too, because they get its float32 output.
+        # encoder are float32 too, because the trained layers before them give float32.
         follows_trained = stage is Stage.INSTRUCT and group.name == UNREAD_VISION
         dtype = frozen_dtype
         if is_trained or follows_trained:

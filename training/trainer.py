@@ -193,13 +193,13 @@ class NormLlavaTrainer(SFTTrainer):
         # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)
 
-        # The layers are listed before FSDP's activation checkpointing wraps them, since they are compiled inside it.
+        # The layers are listed before FSDP's activation checkpointing wraps them, to be compiled inside the wrappers.
         layers = list(find_decoder(self._unwrapped()).layers)
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.args.torch_compile:
             compile_layers(layers, self.args.torch_compile_backend)
 
-        # After this, FSDP2 replaces no parameters any more.
+        # From here on, FSDP2 replaces no parameters.
         self._trained_parameters = self._list_trained_parameters(self.accelerator.unwrap_model(model))
         self._finite_watch.start(self.state.global_step)
 
@@ -290,14 +290,15 @@ class NormLlavaTrainer(SFTTrainer):
         trained_parameters = self._list_trained_parameters(model)
 
         # Trainer has made two groups, one with weight decay and one without. Each module gets its part of both.
-        groups = []
+        module_groups = []
         for module in with_common_rate + with_own_rate:
             members = set(trained_parameters[module])
             for group in optimizer.param_groups:
                 parameters = [parameter for parameter in group["params"] if parameter in members]
                 if parameters:
-                    groups.append({**group, "params": parameters, "lr": self._rates[module], "module": module})
-        optimizer.param_groups = groups
+                    changes = {"params": parameters, "lr": self._rates[module], "module": module}
+                    module_groups.append({**group, **changes})
+        optimizer.param_groups = module_groups
         return optimizer
 
     def _list_trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -395,7 +396,7 @@ class NormLlavaTrainer(SFTTrainer):
         """
         outputs = self._score_tokens(model, inputs)
         token_losses = -outputs.log_probs  # [1, num_supervised]
-        if self.args.loss_type == "dft":
+        if self.args.loss_type == "dft":  # it weighs each token by its probability
             token_losses = token_losses * outputs.log_probs.exp().detach()
         loss = token_losses.sum() / num_items_in_batch * self.accelerator.num_processes
 
@@ -572,7 +573,7 @@ class NormLlavaTrainer(SFTTrainer):
         # in the model. Trainer loads a checkpoint by the names in the model, so conversions are turned off.
         self._unwrapped()._weight_conversions = []
         with open_saving_folder(output_dir, self.accelerator) as saving_folder:
-            super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial)  # into the saving folder, by `_get_output_dir`
             if self._stream is not None:
                 self._stream.write_place(saving_folder / name, self.is_world_process_zero())
 

@@ -26,7 +26,7 @@ from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-# The most pictures to train on. The encoder's features of all of them are kept in memory, in float16: a picture with
+# The most pictures to train on. The encoder's features of all pictures are kept in memory, in float16: a picture with
 # 36 features of width 384 takes 27 kB, and a picture with SigLIP's 729 features of width 1,152 takes 1.7 MB.
 MAX_PICTURES = 8192
 STEPS = 600
@@ -61,7 +61,8 @@ def align(
     features = encode_pictures(model, processor, rows)
     captions = [first_answer(row) for row in rows]
 
-    # Rows with the same caption share an id, so that the loss doesn't turn them away from each other's caption.
+    # Rows with the same caption share an id. Otherwise the loss would turn their pictures away from the other row's
+    # caption, which is also their own.
     unique_captions = list(dict.fromkeys(captions))
     id_by_caption = {caption: number for number, caption in enumerate(unique_captions)}
     caption_ids = torch.tensor([id_by_caption[caption] for caption in captions])  # [num_rows]

@@ -105,8 +105,8 @@ def require_hidden_state(vision_model: PreTrainedModel, vision_feature_layer: in
     Raises:
         UserError: if the encoder has no hidden state of this number. The message names the numbers that exist.
     """
-    # Hidden state 0 is the output of the embeddings, and hidden state n that of the n-th layer. Negative numbers count
-    # from the end.
+    # Hidden state 0 is the output of the embeddings, and hidden state n is the output of layer n. Negative numbers
+    # count from the end.
     last = vision_model.config.num_hidden_layers
     first = -last - 1
     if not first <= vision_feature_layer <= last:
@@ -200,7 +200,7 @@ def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProce
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that stands for a picture: an unused one of the tokenizer, or `<image>`, which is then added."""
+    """The token that stands for a picture: an unused token of the tokenizer, or `<image>`, which is then added."""
     used_tokens = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     for token in IMAGE_TOKEN_CANDIDATES:
         if token in tokenizer.added_tokens_encoder and token not in used_tokens:

@@ -116,7 +116,7 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
 
     Raises:
         UserError: if the recipe is not a mapping of fields to values, if a field has been renamed, or if a field that
-            takes neither lists nor mappings has one.
+            takes neither lists nor mappings is given one.
     """
     with path.open(encoding="utf-8") as file:
         try:
@@ -163,8 +163,8 @@ def takes_type(name: str, wanted_type: type) -> bool:
     annotation = annotations[name]
     members = [annotation]
     if get_origin(annotation) in (Union, UnionType):
-        members = list(get_args(annotation))  # of `list[str] | None` these are `list[str]` and `None`
-    types = [get_origin(member) or member for member in members]  # of `list[str]` this is `list`
+        members = list(get_args(annotation))  # `list[str]` and `None` of `list[str] | None`
+    types = [get_origin(member) or member for member in members]  # `list` of `list[str]`
     return wanted_type in types
 
 

@@ -28,14 +28,14 @@ MAX_TOKENS = 256
 def mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """Mean over heads of the MMD² between visual and text keys, the U-statistic of Gretton et al. (2012, eq. 3).
 
-    If the keys of both have the same distribution, the MMD² is about 0, and can be slightly negative.
+    If visual and text keys have the same distribution, the MMD² is about 0, and can be slightly negative.
 
     Args:
         visual, text: Keys of at least two tokens, each `(num_heads, num_tokens, head_dim)`.
     """
     num_visual = visual.shape[1]
-    both = torch.cat([visual, text], dim=1)  # [num_heads, num_visual + num_text, head_dim]
-    kernel = gaussian_kernels(both)  # [num_heads, num_visual + num_text, num_visual + num_text]
+    keys = torch.cat([visual, text], dim=1)  # [num_heads, num_visual + num_text, head_dim]
+    kernel = gaussian_kernels(keys)  # [num_heads, num_visual + num_text, num_visual + num_text]
     within_visual = mean_over_pairs(kernel[:, :num_visual, :num_visual])
     within_text = mean_over_pairs(kernel[:, num_visual:, num_visual:])
     across = kernel[:, :num_visual, num_visual:].mean((1, 2))

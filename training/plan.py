@@ -225,7 +225,7 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
     Raises:
         UserError: in the cases that [`plan_step`] names.
     """
-    image_tokens = config.image_seq_length * batch.tiles  # the config counts those of one tile
+    image_tokens = config.image_seq_length * batch.tiles  # the config has the number for one tile
     if batch.tokens < image_tokens + batch.supervised:
         needed = f"{image_tokens} tokens of its picture and {batch.supervised} supervised ones"
         raise UserError(f"A sample of {batch.tokens} tokens can't hold the {needed}: set --tokens and --supervised.")

@@ -243,7 +243,7 @@ class NormLlavaTrainer(SFTTrainer):
         if self.args.gradient_accumulation_steps == 1:
             model.zero_grad()
         batch = self.data_collator([self.train_dataset[number] for number in row_numbers])
-        # Our own step would count these tokens, and watch whether this loss is finite.
+        # This is TRL's step. Our own would count these tokens, and watch whether this loss is finite.
         super().training_step(model, batch, num_items_in_batch=torch.tensor(1))
 
     def _choose_checkpointing(self, model: nn.Module, passes: list[Callable[[], None]]) -> None:
@@ -278,8 +278,8 @@ class NormLlavaTrainer(SFTTrainer):
             return self.optimizer
         optimizer = super().create_optimizer(model)
 
-        # Trainer logs the rate of the first group as `learning_rate`. So modules with the common rate come first, and
-        # then those with the highest rates.
+        # Trainer logs the rate of the first group as `learning_rate`. So modules with the common rate come first. The
+        # others follow, the highest rate first.
         common_rate = self.args.learning_rate
         highest_first = sorted(self._rates, key=lambda module: self._rates[module], reverse=True)
         with_common_rate = [module for module in highest_first if self._rates[module] == common_rate]
@@ -463,7 +463,7 @@ class NormLlavaTrainer(SFTTrainer):
         """Stop the run if a loss or a gradient since the last check was not finite. Every process must call this.
 
         Raises:
-            UserError: if one was not.
+            UserError: if such a value was found.
         """
         self._finite_watch.check(self.state.global_step, self._sum_over_processes)
 
@@ -559,7 +559,7 @@ class NormLlavaTrainer(SFTTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint in a separate folder, and rename it when it is complete.
 
-        Trainer writes a checkpoint in its place, where a killed run leaves it half-written.
+        Trainer would write directly into the checkpoint's final folder, which a killed run would leave half-written.
 
         Raises:
             UserError: if a loss or a gradient since the last check was not finite.

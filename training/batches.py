@@ -30,7 +30,7 @@ DECODERS_WITHOUT_SAMPLE_MASKS = ("biogpt", "bloom", "falcon", "mpt", "xglm")
 
 
 class Batches(Sampler[list[int]]):
-    """The batches of one process in an epoch, each a list of row numbers, as a data loader's `batch_sampler`.
+    """A data loader's `batch_sampler`: the batches of one process in an epoch, each a list of row numbers.
 
     All processes get the same number of batches. A process for which no rows are left gets an empty batch.
 

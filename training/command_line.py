@@ -40,6 +40,7 @@ PATH_FIELDS = (
 
 def build_parser() -> TrlParser:
     """The parser of all fields of a run. `--config`, which names a recipe, is parsed by [`build_recipe_parser`]."""
+    # argparse prints the usage before an error. Here it would list all fields, so it is suppressed.
     return TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
 
 

@@ -96,13 +96,13 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
 
 def check_required(run_args: RunArguments) -> None:
     """A run needs a model, rows and a stage."""
-    recipes = "training/recipes/ has recipes to start from."
+    hint = "training/recipes/ has recipes to start from."
     if run_args.model_name_or_path is None:
-        raise UserError(f"model_name_or_path is missing; {recipes}")
+        raise UserError(f"model_name_or_path is missing; {hint}")
     if run_args.dataset_name is None and not run_args.datasets:
-        raise UserError(f"dataset_name is missing; {recipes}")
+        raise UserError(f"dataset_name is missing; {hint}")
     if run_args.stage is None:
-        raise UserError(f"stage is missing; {recipes}")
+        raise UserError(f"stage is missing; {hint}")
 
 
 def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:

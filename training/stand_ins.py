@@ -86,7 +86,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     Args:
         parameters: The parameters that are trained.
-        embeddings: Parameters whose states stay in float32, as transformers asks for.
+        embeddings: The weights of embeddings. Their states stay in float32, as transformers asks for.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], embeddings: Iterable[Any]) -> None:

@@ -184,10 +184,11 @@ def embed_captions(
 
     sums = []
     for tokens in tokens_by_caption:
-        # Adding 1 keeps the weight of a token that all captions have above 0.
+        # With the added 1, even a token that all captions have gets a weight above 0.
         weights = [math.log((1 + len(captions)) / num_captions_with[token]) for token in tokens]  # [num_tokens]
         embeddings = embed(torch.tensor(tokens, device=device)).float()  # [num_tokens, hidden_size]
-        sums.append(torch.tensor(weights, device=device) @ (embeddings - vocabulary_mean))  # [hidden_size]
+        differences = embeddings - vocabulary_mean
+        sums.append(torch.tensor(weights, device=device) @ differences)  # [hidden_size]
     directions = nn.functional.normalize(torch.stack(sums), dim=-1)  # [num_captions, hidden_size]
 
     mean_of_norms = vocabulary.norm(dim=-1).mean()

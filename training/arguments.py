@@ -144,7 +144,7 @@ class TrainingConfig(SFTConfig):
         self.chooses_checkpointing = self.gradient_checkpointing is None and new_value is None
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = True
-        # transformers warns if only the old field is set, so both are set.
+        # transformers warns if only the old field is set, so both are set. If they differ, it takes the new field.
         if has_new_field and new_value is None:
             self.activation_checkpointing = self.gradient_checkpointing
 

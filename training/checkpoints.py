@@ -51,7 +51,7 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
         try:
             # lockf, not flock: worker processes inherit a flock, and a worker that outlives the run would keep it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:  # the system decides which of the two
+        except (BlockingIOError, PermissionError) as error:  # the lock is taken; the error depends on the system
             raise UserError(f"output_dir {output_dir} is in use by another run.") from error
         except OSError as error:  # some network file systems have no locks
             logger.warning("%s can't be locked (%s): start no other run in it.", output_dir, error)

@@ -209,7 +209,7 @@ class NormLlavaTrainer(SFTTrainer):
         return model, loader
 
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
-        """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now.
+        """Run the batch with the most tokens and the batch with the most tiles, so that lack of memory shows now.
 
         If the recipe doesn't say whether layers are checkpointed, the memory of these batches decides.
         """

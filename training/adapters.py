@@ -80,9 +80,9 @@ def add_adapters(
         task_type="CAUSAL_LM",
         **options,
     )
-    adapted = get_peft_model(model, config, revision=revision)
-    for module in adapted.modules():
+    adapted_model = get_peft_model(model, config, revision=revision)
+    for module in adapted_model.modules():
         if isinstance(module, LoraLayer):
             # The layer would cast its input to the float32 of its weights, and autocast would cast the input back.
             module.cast_input_dtype_enabled = False
-    return adapted
+    return adapted_model

@@ -43,19 +43,19 @@ def add_key_adapters(
     config._attn_implementation = model.config._attn_implementation  # to_dict() leaves this field out
 
     torch.manual_seed(seed)
-    adapted = NormLlavaKeyAdapterForConditionalGeneration(
+    adapted_model = NormLlavaKeyAdapterForConditionalGeneration(
         config, model.model.vision_tower, model.model.language_model, model.lm_head
     )
-    adapted.model.multi_modal_projector = model.model.multi_modal_projector
-    adapted.generation_config = model.generation_config
+    adapted_model.model.multi_modal_projector = model.model.multi_modal_projector
+    adapted_model.generation_config = model.generation_config
 
     # Key adapters need a mask of the image tokens, which some decoders don't pass on to their layers. With such a
     # decoder, this forward pass on a single token raises a ValueError.
-    adapted.eval()
+    adapted_model.eval()
     single_token = torch.zeros((1, 1), dtype=torch.long)
     with torch.no_grad():
-        adapted(input_ids=single_token)
-    return adapted
+        adapted_model(input_ids=single_token)
+    return adapted_model
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     load_config(options.model)  # raises a UserError if this is no NormLlava
     with errors_named_after(options.model):
         model = NormLlavaForConditionalGeneration.from_pretrained(options.model, dtype="auto")
-        adapted = add_key_adapters(model, options.rank, options.alpha, options.dropout, options.seed)
-    adapted.save_pretrained(options.output_dir)
+        adapted_model = add_key_adapters(model, options.rank, options.alpha, options.dropout, options.seed)
+    adapted_model.save_pretrained(options.output_dir)
     load_processor(options.model).save_pretrained(options.output_dir)
     copy_record(Path(options.model), options.output_dir)
 

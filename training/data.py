@@ -28,7 +28,7 @@ HELD_OUT_BAD_ROWS_FILE = "held_out_bad_rows.jsonl"
 
 
 def read_rows(
-    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
+    run_args: RunArguments, args: TrainingConfig, row_tokenizer: RowTokenizer
 ) -> tuple[Dataset | IterableDataset, str, list[Source]]:
     """The rows that a run trains on.
 
@@ -65,7 +65,7 @@ def read_rows(
     mixture = []
     sources = []
     for index, entry in enumerate(entries):
-        checked = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
+        checked = check_rows(run_args, args, row_tokenizer, entry, BAD_ROWS_FILE)
         # Each source has its own seed, for the random sample of its rows.
         drawn_rows = draw_rows(checked.good_rows, entry, seed=data_seed(args) + index)
         logger.info(
@@ -94,7 +94,7 @@ def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
     return concatenate_datasets([*repeats, sample])
 
 
-def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> Dataset | None:
+def read_held_out(run_args: RunArguments, args: TrainingConfig, row_tokenizer: RowTokenizer) -> Dataset | None:
     """The held-out rows with their tokens; `None` if the run names no held-out rows.
 
     Raises:
@@ -115,7 +115,7 @@ def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTok
         split = str(run_args.dataset_test_split)
 
     entry = SourceArguments(path=path, name=config_name, split=split, image_folder=run_args.eval_image_folder)
-    return check_rows(run_args, args, tokenize, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
+    return check_rows(run_args, args, row_tokenizer, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,11 @@ class CheckedRows:
 
 
 def check_rows(
-    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer, entry: SourceArguments, bad_rows_file: str
+    run_args: RunArguments,
+    args: TrainingConfig,
+    row_tokenizer: RowTokenizer,
+    entry: SourceArguments,
+    bad_rows_file: str,
 ) -> CheckedRows:
     """Read and check a source's rows.
 
@@ -144,7 +148,7 @@ def check_rows(
     with args.main_process_first(desc="reading and checking the rows"):
         rows = load_rows(entry.path, entry.image_folder, entry.name, entry.split)
         assert isinstance(rows, Dataset)
-        tokens = tokenize_rows(rows, RowCheck(tokenize, run_args.open_pictures), args.dataset_num_proc)
+        tokens = tokenize_rows(rows, RowCheck(row_tokenizer, run_args.open_pictures), args.dataset_num_proc)
 
     list_path = None  # only the main process writes the list
     if args.process_index == 0:

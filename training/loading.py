@@ -98,10 +98,10 @@ def prepare_model(
         modules with their learning rates.
     """
     stage = Stage(str(run_args.stage))
-    trained: Any = model
+    trained_model: Any = model
     if stage is Stage.ADAPT:
         torch.manual_seed(args.seed)  # for the adapters' weights
-        trained = add_adapters(
+        trained_model = add_adapters(
             model,
             rank=run_args.lora_r,
             alpha=run_args.lora_alpha,
@@ -123,4 +123,4 @@ def prepare_model(
         norm=norm_rate,
         projector=run_args.projector_learning_rate,
     )
-    return trained, prepare_stage(model, stage, rates, frozen_dtype)
+    return trained_model, prepare_stage(model, stage, rates, frozen_dtype)

@@ -143,7 +143,7 @@ def check_steps(args: TrainingConfig) -> None:
 
 
 def check_stage(run_args: RunArguments) -> None:
-    """A run gives the fields that its stage needs, and no field that its stage doesn't read."""
+    """A run gives the fields that its stage needs, and the fields of stage 'adapt' only in this stage."""
     if run_args.stage == Stage.INSTRUCT and run_args.vision_learning_rate is None:
         raise UserError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
     if run_args.stage == Stage.ADAPT:

@@ -150,16 +150,16 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     # Load the model.
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
-    trained, groups = prepare_model(model, run_args, args, args.frozen_dtype)
+    trained_model, groups = prepare_model(model, run_args, args, args.frozen_dtype)
     if checkpoint is not None:
-        check_weights(checkpoint, trained)
+        check_weights(checkpoint, trained_model)
     key_alignment = None
     if run_args.has_key_losses:
         key_alignment = KeyAlignment(model, row_tokenizer.processor, run_args.key_mmd_weight, run_args.key_gram_weight)
 
     # Train.
     trainer = NormLlavaTrainer(
-        trained,
+        trained_model,
         groups,
         run,
         sampler=sampler,

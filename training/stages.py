@@ -201,8 +201,8 @@ def num_weights(parameter: nn.Parameter) -> int:
     return 2 * parameter.numel()  # each element is a byte that holds two 4-bit weights
 
 
-def base_model(trained: Any) -> Any:
+def base_model(trained_model: Any) -> Any:
     """The model inside a `PeftModel`. Any other model is returned as it is."""
-    if isinstance(trained, PeftModel):
-        return trained.get_base_model()
-    return trained
+    if isinstance(trained_model, PeftModel):
+        return trained_model.get_base_model()
+    return trained_model

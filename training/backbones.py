@@ -223,8 +223,8 @@ def join_parts(
     try:
         model = NormLlavaForConditionalGeneration(config, vision_model, decoder, head)
         with torch.device("meta"):
-            rebuilt = NormLlavaForConditionalGeneration(config)
-        rebuilt.load_state_dict(model.state_dict(), assign=True)
+            rebuilt_model = NormLlavaForConditionalGeneration(config)
+        rebuilt_model.load_state_dict(model.state_dict(), assign=True)
     except (AttributeError, RuntimeError) as error:
         # transformers raises an AttributeError if it finds no embeddings to tie, and torch a RuntimeError if the
         # rebuilt model has other weights.

@@ -198,18 +198,18 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
     """Move a run's later checkpoints, and a finished run's state file, into a new folder in `superseded`."""
     resumed_step = checkpoint_step(checkpoint)
-    later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > resumed_step]
+    later_paths = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > resumed_step]
     # A state file in the output folder itself would mark the run as finished.
     if (output_dir / STATE_FILE).exists():
-        later.append(output_dir / STATE_FILE)
-    if not later:
+        later_paths.append(output_dir / STATE_FILE)
+    if not later_paths:
         return
 
-    superseded = output_dir / SUPERSEDED_FOLDER
-    num_earlier = len(list(superseded.glob("*")))
-    destination = superseded / str(num_earlier + 1)
+    superseded_folder = output_dir / SUPERSEDED_FOLDER
+    num_earlier = len(list(superseded_folder.glob("*")))
+    destination = superseded_folder / str(num_earlier + 1)
     destination.mkdir(parents=True)
-    for path in later:
+    for path in later_paths:
         logger.warning("%s is from steps that will be redone. Moved to %s", path, destination)
         path.rename(destination / path.name)
 

@@ -301,9 +301,9 @@ def complete_generation(model: NormLlavaForConditionalGeneration, tokenizer: Pre
         generation.top_p = None
 
     # If the image token were generated, the next pass would look for a picture's features.
-    suppressed = set(generation.suppress_tokens or ())
-    suppressed.add(model.config.image_token_id)
-    generation.suppress_tokens = sorted(suppressed)
+    suppressed_ids = set(generation.suppress_tokens or ())
+    suppressed_ids.add(model.config.image_token_id)
+    generation.suppress_tokens = sorted(suppressed_ids)
 
 
 @torch.no_grad()

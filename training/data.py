@@ -65,14 +65,18 @@ def read_rows(
     mixture = []
     sources = []
     for index, entry in enumerate(entries):
-        checked = check_rows(run_args, args, row_tokenizer, entry, BAD_ROWS_FILE)
+        checked_rows = check_rows(run_args, args, row_tokenizer, entry, BAD_ROWS_FILE)
         # Each source has its own seed, for the random sample of its rows.
-        drawn_rows = draw_rows(checked.good_rows, entry, seed=data_seed(args) + index)
+        drawn_rows = draw_rows(checked_rows.good_rows, entry, seed=data_seed(args) + index)
         logger.info(
-            "%s: %d rows, %d good, %d an epoch", entry.path, checked.num_rows, len(checked.good_rows), len(drawn_rows)
+            "%s: %d rows, %d good, %d an epoch",
+            entry.path,
+            checked_rows.num_rows,
+            len(checked_rows.good_rows),
+            len(drawn_rows),
         )
         mixture.append(drawn_rows)
-        sources.append(describe_source(entry, checked, len(drawn_rows)))
+        sources.append(describe_source(entry, checked_rows, len(drawn_rows)))
     return concatenate_datasets(mixture), mixture_fingerprint(sources), sources
 
 
@@ -157,18 +161,18 @@ def check_rows(
     return CheckedRows(num_rows=len(rows), good_rows=good_rows, fingerprint=fingerprint)
 
 
-def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int) -> Source:
+def describe_source(entry: SourceArguments, checked_rows: CheckedRows, num_drawn: int) -> Source:
     """The record of a source from which an epoch takes `num_drawn` rows."""
     return Source(
         path=entry.path,
         name=entry.name,
         split=entry.split,
         is_local=find_source(entry.path).is_local,
-        rows=checked.num_rows,
-        good_rows=len(checked.good_rows),
+        rows=checked_rows.num_rows,
+        good_rows=len(checked_rows.good_rows),
         weight=entry.weight,
         drawn=num_drawn,
-        fingerprint=checked.fingerprint,
+        fingerprint=checked_rows.fingerprint,
     )
 
 

@@ -252,14 +252,14 @@ class KeyAlignment:
     def _indices_without_sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices of image tokens and of text tokens among the drawn tokens, without sinks."""
         is_visual = torch.arange(len(self._positions)) < self._num_visual
-        drawn = Tokens(visual=is_visual, text=~is_visual, excluded={})
+        drawn_tokens = Tokens(visual=is_visual, text=~is_visual, excluded={})
         # `find_sinks` expects the norms of the decoder's input in the first row, and ignores this row. Here the
         # first layer's norms fill it.
         norms = torch.stack([self._norms[0], *self._norms]).cpu()  # [num_layers + 1, num_drawn]
-        is_sink = find_sinks(norms, drawn)
+        is_sink = find_sinks(norms, drawn_tokens)
 
-        visual = (drawn.visual & ~is_sink).nonzero()[:, 0]
-        text = (drawn.text & ~is_sink).nonzero()[:, 0]
+        visual = (drawn_tokens.visual & ~is_sink).nonzero()[:, 0]
+        text = (drawn_tokens.text & ~is_sink).nonzero()[:, 0]
         return visual.to(self._positions.device), text.to(self._positions.device)
 
     def _layer_losses(

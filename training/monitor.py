@@ -112,12 +112,12 @@ class MetricsFile(TrainerCallback):
     @staticmethod
     def _line(log: dict[str, float]) -> str:
         """A log as a line of JSON."""
-        renamed = {}
+        renamed_log = {}
         for name, value in log.items():
             if name.startswith("eval_"):  # Trainer's prefix
                 name = "eval/" + name.removeprefix("eval_")
-            renamed[name] = value
-        return json.dumps(renamed) + "\n"
+            renamed_log[name] = value
+        return json.dumps(renamed_log) + "\n"
 
 
 class ConsoleTable(TrainerCallback):

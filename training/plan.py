@@ -249,9 +249,9 @@ def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingC
 
 def count_flops(trained_model: nn.Module, batch: Batch) -> int:
     """Model FLOPs of one pass, forward and backward, with each sample in a row of its own."""
-    unpacked = replace(batch, is_packed=False)
+    unpacked_batch = replace(batch, is_packed=False)
     with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
-        compute_loss(trained_model, unpacked).backward()
+        compute_loss(trained_model, unpacked_batch).backward()
     return counter.get_total_flops()
 
 

@@ -117,12 +117,12 @@ def describe_run(
         recipe: Path of the recipe.
         sources: The records of the sources of rows.
     """
-    compared = {name: arguments[name] for name in COMPARED_ARGUMENTS if name in arguments}
+    compared_arguments = {name: arguments[name] for name in COMPARED_ARGUMENTS if name in arguments}
     return Run(
         data=data,
         # JSON changes some values, such as tuples to lists. The round trip through JSON makes the same changes here,
         # so that the arguments can be compared with those read from a file.
-        arguments=json.loads(json.dumps(compared, default=str)),
+        arguments=json.loads(json.dumps(compared_arguments, default=str)),
         recipe=None if recipe is None else os.path.abspath(recipe),
         environment=environment,
         sources=tuple(sources),

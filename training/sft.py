@@ -88,16 +88,16 @@ def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
     if resume is None or fields["output_dir"] is None:
         return fields
 
-    recorded = recorded_arguments(Path(fields["output_dir"]), resume)
-    filled: dict[str, Any] = {}
+    earlier_arguments = recorded_arguments(Path(fields["output_dir"]), resume)
+    filled_fields: dict[str, Any] = {}
     arithmetic_is_given = fields["bf16"] is not None or fields["fp16"]
     if not arithmetic_is_given:
-        filled["bf16"] = recorded.get("bf16")
+        filled_fields["bf16"] = earlier_arguments.get("bf16")
     if fields["attn_implementation"] is None:
-        filled["attn_implementation"] = recorded.get("attn_implementation")
+        filled_fields["attn_implementation"] = earlier_arguments.get("attn_implementation")
     if fields["gradient_checkpointing"] is None:
-        filled["gradient_checkpointing"] = recorded.get("gradient_checkpointing")
-    return fields | filled
+        filled_fields["gradient_checkpointing"] = earlier_arguments.get("gradient_checkpointing")
+    return fields | filled_fields
 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:

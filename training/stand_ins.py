@@ -31,8 +31,8 @@ class FourBitLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, double_quant: bool) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         num_bytes = math.ceil(layer.weight.numel() * bits_of_a_weight(double_quant) / 8)
-        packed = torch.empty(num_bytes, dtype=torch.uint8, device=layer.weight.device)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        packed_weights = torch.empty(num_bytes, dtype=torch.uint8, device=layer.weight.device)
+        self.weight = nn.Parameter(packed_weights, requires_grad=False)
         self.bias = layer.bias
 
     @override
@@ -55,14 +55,14 @@ class FourBitProduct(torch.autograd.Function):
         """The product, `(..., out_features)`."""
         ctx.in_features = input.shape[-1]
         ctx.out_features = out_features
-        unpacked = input.new_empty(ctx.out_features, ctx.in_features)
-        return nn.functional.linear(input, unpacked)
+        unpacked_weights = input.new_empty(ctx.out_features, ctx.in_features)
+        return nn.functional.linear(input, unpacked_weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The gradient of the input."""
-        unpacked = gradient.new_empty(ctx.out_features, ctx.in_features)
-        return gradient @ unpacked, None
+        unpacked_weights = gradient.new_empty(ctx.out_features, ctx.in_features)
+        return gradient @ unpacked_weights, None
 
 
 def bits_of_a_weight(double_quant: bool) -> float:

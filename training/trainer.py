@@ -496,7 +496,7 @@ class NormLlavaTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def _add_up_tokens(self) -> None:
-        """Add the number of tokens since the last call to the trainer's state, summed over processes.
+        """Bring the number of tokens in the trainer's state up to date. Every process must call this.
 
         Checkpoints keep the state, so that a resumed run goes on counting.
         """
@@ -539,9 +539,9 @@ class NormLlavaTrainer(SFTTrainer):
         with torch.random.fork_rng(cuda_devices):
             for batch in self._data_loader(self.eval_dataset, self._eval_sampler):
                 batch = self._prepare_inputs(batch)
-                blanked = {**batch, "pixel_values": blank.expand_as(batch["pixel_values"])}
+                blank_batch = {**batch, "pixel_values": blank.expand_as(batch["pixel_values"])}
                 sums[0] += self._summed_loss(batch)
-                sums[1] += self._summed_loss(blanked)
+                sums[1] += self._summed_loss(blank_batch)
                 sums[2] += len(batch[POSITIONS])
 
         loss, loss_blank, num_tokens = self._sum_over_processes(sums).tolist()

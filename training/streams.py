@@ -82,14 +82,15 @@ class StreamBatches(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         reader = self._this_reader()
         share = self._share_of_reader(reader)
-        batch: list[Row] = []
+        rows: list[Row] = []
         for row in self.good_rows(share):
-            batch.append(row)
-            if len(batch) == self.args.per_device_train_batch_size:
+            rows.append(row)
+            if len(rows) == self.args.per_device_train_batch_size:
+                batch = self.collate(rows)
                 # `record_trained` gets this place when the batch has been trained on.
                 place = {"reader": reader, "rows": share.state_dict()}
-                yield {**self.collate(batch), PLACE: place}
-                batch = []
+                yield {**batch, PLACE: place}
+                rows = []
 
     def _this_reader(self) -> int:
         """The number that this worker has as a reader of its process."""

@@ -1,4 +1,4 @@
-"""Quantizes the language model's linear layers to 4 bits and puts LoRA adapters on them, and on no other layers.
+"""Quantizes the decoder's linear layers to 4 bits, and puts LoRA adapters on these layers alone.
 
 Modules are named in full here. If a module that must not be quantized were given by a short name, such as
 "vision_tower", transformers would quantize it without a warning. With `target_modules="all-linear"`, PEFT would put
@@ -19,7 +19,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAd
 def quantization_config(
     compute_dtype: torch.dtype, quant_type: str = "nf4", double_quant: bool = True
 ) -> BitsAndBytesConfig:
-    """The config that quantizes the language model's linear layers to 4 bits.
+    """The config that quantizes the decoder's linear layers to 4 bits.
 
     By default the weights are NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3).
     """
@@ -80,9 +80,9 @@ def add_adapters(
         task_type="CAUSAL_LM",
         **options,
     )
-    adapted = get_peft_model(model, config, revision=revision)
-    for module in adapted.modules():
-        # A LoRA layer would cast its input to the float32 of its weights, and autocast would cast the input back.
+    adapted_model = get_peft_model(model, config, revision=revision)
+    for module in adapted_model.modules():
         if isinstance(module, LoraLayer):
+            # The layer would cast its input to the float32 of its weights, and autocast would cast the input back.
             module.cast_input_dtype_enabled = False
-    return adapted
+    return adapted_model

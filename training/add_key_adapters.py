@@ -26,7 +26,7 @@ from training.loading import load_config, load_processor
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
-    """A model with key adapters. Its other modules are those of the given model, not copies.
+    """A model with key adapters. It shares all other modules with the given model.
 
     Args:
         model: The model without key adapters.
@@ -43,17 +43,19 @@ def add_key_adapters(
     config._attn_implementation = model.config._attn_implementation  # to_dict() leaves this field out
 
     torch.manual_seed(seed)
-    adapted = NormLlavaKeyAdapterForConditionalGeneration(
+    adapted_model = NormLlavaKeyAdapterForConditionalGeneration(
         config, model.model.vision_tower, model.model.language_model, model.lm_head
     )
-    adapted.model.multi_modal_projector = model.model.multi_modal_projector
-    adapted.generation_config = model.generation_config
+    adapted_model.model.multi_modal_projector = model.model.multi_modal_projector
+    adapted_model.generation_config = model.generation_config
 
     # Key adapters need a mask of the image tokens, which some decoders don't pass on to their layers. With such a
     # decoder, this forward pass on a single token raises a ValueError.
+    adapted_model.eval()
+    single_token = torch.zeros((1, 1), dtype=torch.long)
     with torch.no_grad():
-        adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
-    return adapted
+        adapted_model(input_ids=single_token)
+    return adapted_model
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     load_config(options.model)  # raises a UserError if this is no NormLlava
     with errors_named_after(options.model):
         model = NormLlavaForConditionalGeneration.from_pretrained(options.model, dtype="auto")
-        adapted = add_key_adapters(model, options.rank, options.alpha, options.dropout, options.seed)
-    adapted.save_pretrained(options.output_dir)
+        adapted_model = add_key_adapters(model, options.rank, options.alpha, options.dropout, options.seed)
+    adapted_model.save_pretrained(options.output_dir)
     load_processor(options.model).save_pretrained(options.output_dir)
     copy_record(Path(options.model), options.output_dir)
 

@@ -1,6 +1,6 @@
-"""Aligns a new projector: image tokens get the directions of the language model's own embeddings of the captions.
+"""Aligns a new projector: turns image tokens towards the language model's own embeddings of their captions.
 
-A contrastive loss (InfoNCE on cosines) trains the projector. It turns the image tokens of a picture towards the
+A contrastive loss (InfoNCE on cosines) trains the projector. The loss turns the image tokens of a picture towards the
 embeddings of the picture's caption, and away from the other captions of the batch. Only directions are trained: the
 loss first scales each image token to the mean norm of text embeddings, and the projector's norm layer is frozen. A
 projector without a norm layer is scaled afterwards so that image tokens have the norm that they had before. The
@@ -26,7 +26,7 @@ from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-# The most pictures to train on. The encoder's features of all of them are kept in memory, in float16: a picture with
+# The most pictures to train on. The encoder's features of all pictures are kept in memory, in float16: a picture with
 # 36 features of width 384 takes 27 kB, and a picture with SigLIP's 729 features of width 1,152 takes 1.7 MB.
 MAX_PICTURES = 8192
 STEPS = 600
@@ -52,7 +52,7 @@ def align(
         BadRowError: if a row has no caption, or not exactly one readable picture.
     """
     set_seed(seed)
-    dtype = model.dtype
+    dtype_before = model.dtype
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
 
@@ -61,15 +61,16 @@ def align(
     features = encode_pictures(model, processor, rows)
     captions = [first_answer(row) for row in rows]
 
-    # Rows with the same caption share an id, so that the loss doesn't turn them away from each other's caption.
+    # Rows with the same caption share an id. Otherwise the loss would turn their pictures away from the other row's
+    # caption, which is also their own.
     unique_captions = list(dict.fromkeys(captions))
     id_by_caption = {caption: number for number, caption in enumerate(unique_captions)}
     caption_ids = torch.tensor([id_by_caption[caption] for caption in captions])  # [num_rows]
     directions, vocabulary_mean = embed_captions(model, processor, unique_captions)
 
     projector = model.model.multi_modal_projector.float()
-    # The norm of image tokens before training. Without a norm layer, they are scaled back to this norm after training.
     some_features = features[:BATCH_SIZE].to(device).float()
+    # The norm of image tokens. Without a norm layer, they are scaled back to this norm after training.
     norm_before = mean_norm(projector, some_features)
 
     parameters = [*projector.linear_1.parameters(), *projector.linear_2.parameters()]
@@ -81,7 +82,7 @@ def align(
         row_indices = torch.randint(len(features), (BATCH_SIZE,))
         image_tokens = projector(features[row_indices].to(device).float())
 
-        # The ids of the batch's captions without duplicates, and for each row the index of its caption among them.
+        # The ids of the batch's different captions, and for each row the index of its caption's id among these ids.
         batch_caption_ids, targets = caption_ids[row_indices].unique(return_inverse=True)
         batch_directions = directions[batch_caption_ids.to(device)]
         loss = contrastive_loss(image_tokens, vocabulary_mean, batch_directions, targets.to(device))
@@ -98,7 +99,7 @@ def align(
         for parameter in projector.linear_2.parameters():
             parameter.data *= scale
     model.config.projector_aligned = True
-    model.to("cpu", dtype)
+    model.to("cpu", dtype_before)
 
 
 @torch.no_grad()
@@ -183,9 +184,11 @@ def embed_captions(
 
     sums = []
     for tokens in tokens_by_caption:
+        # With the added 1, even a token that all captions have gets a weight above 0.
         weights = [math.log((1 + len(captions)) / num_captions_with[token]) for token in tokens]  # [num_tokens]
         embeddings = embed(torch.tensor(tokens, device=device)).float()  # [num_tokens, hidden_size]
-        sums.append(torch.tensor(weights, device=device) @ (embeddings - vocabulary_mean))  # [hidden_size]
+        differences = embeddings - vocabulary_mean
+        sums.append(torch.tensor(weights, device=device) @ differences)  # [hidden_size]
     directions = nn.functional.normalize(torch.stack(sums), dim=-1)  # [num_captions, hidden_size]
 
     mean_of_norms = vocabulary.norm(dim=-1).mean()
@@ -202,12 +205,12 @@ def contrastive_loss(
 
     Args:
         image_tokens: `(num_pictures, num_patches, hidden_size)`.
-        vocabulary_mean: The vocabulary's mean embedding, in the units of [`embed_captions`], `(hidden_size,)`.
+        vocabulary_mean: The vocabulary's mean embedding, as [`embed_captions`] returns it, `(hidden_size,)`.
         directions: The directions of the batch's captions, `(num_captions, hidden_size)`.
         targets: The index of each picture's caption in `directions`, `(num_pictures,)`.
     """
-    # Image tokens are scaled to the norm of text, which is 1 in the units of `vocabulary_mean`. Then this mean is
-    # subtracted, as it was from the captions' tokens.
+    # Image tokens are scaled to the mean norm of text embeddings, which is 1 in the units of `vocabulary_mean`. Then
+    # this mean is subtracted, as `embed_captions` subtracts it from the captions' tokens.
     tokens = nn.functional.normalize(image_tokens, dim=-1) - vocabulary_mean
     pictures = tokens.mean(dim=1)  # [num_pictures, hidden_size]
 

@@ -83,7 +83,7 @@ class RunArguments(DatasetArguments, ModelConfig):
 
 
 def read_source(entry: Any) -> SourceArguments:
-    """Turn an entry of a recipe's `datasets` into `SourceArguments`.
+    """Turn an entry of a recipe's `datasets` into `SourceArguments`, unless it is a `SourceArguments` already.
 
     Raises:
         UserError: if the entry is no mapping, has no path, or has an unknown field.
@@ -139,11 +139,12 @@ class TrainingConfig(SFTConfig):
         # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, which older versions lack.
         has_new_field = hasattr(self, "activation_checkpointing")
         new_value = getattr(self, "activation_checkpointing", None)
-        # If the recipe gives neither field, layers are checkpointed until the rehearsal has decided.
+        # If the recipe gives neither field, layers are checkpointed until the rehearsal of the largest batches has
+        # decided.
         self.chooses_checkpointing = self.gradient_checkpointing is None and new_value is None
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = True
-        # transformers warns if only the old field is set, so both are set.
+        # transformers warns if only the old field is set, so both are set. If they differ, it takes the new field.
         if has_new_field and new_value is None:
             self.activation_checkpointing = self.gradient_checkpointing
 

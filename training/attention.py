@@ -96,7 +96,7 @@ def varlen_attention_forward(
 
     # Rows that are not packed come without the lengths of samples, and always with a mask.
     if cu_seq_lens_q is None or max_length_q is None:
-        if attention_mask is None:  # a packed row, of which the decoder hasn't passed the lengths on
+        if attention_mask is None:  # a packed row, but the decoder hasn't passed its samples' lengths on
             raise UserError(
                 f"{type(module).__name__} isn't told where the samples of a packed row begin (cu_seq_lens_q, "
                 'max_length_q), and so can\'t run with "varlen": set attn_implementation: sdpa.'
@@ -167,7 +167,7 @@ def attend_by_kernel(
     value = value[0].transpose(0, 1).contiguous()  # like key
 
     # The number of earlier tokens that a token sees. -1 means all earlier tokens of its sample. `window_size_right` is
-    # the number of later tokens.
+    # the number of later tokens. It is 0, which makes attention with a window causal too.
     window_size_left = -1 if sliding_window is None else sliding_window - 1
     output, *_ = torch.ops.aten._flash_attention_forward(
         query,

@@ -48,7 +48,7 @@ def read_config(path: str) -> Any:
     Raises:
         UserError: if the config can't be read, or says that the checkpoint is quantized.
     """
-    name = folder_or_id(path)
+    name = folder_or_id(path)  # refuses a folder that doesn't exist
     with errors_named_after(path):
         config = AutoConfig.from_pretrained(name)
     # The composed model would get this field too, and its other parts would be treated as quantized.
@@ -105,8 +105,8 @@ def require_hidden_state(vision_model: PreTrainedModel, vision_feature_layer: in
     Raises:
         UserError: if the encoder has no hidden state of this number. The message names the numbers that exist.
     """
-    # Hidden state 0 is the output of the embeddings, and hidden state n that of the n-th layer. Negative numbers count
-    # from the end.
+    # Hidden state 0 is the output of the embeddings, and hidden state n is the output of layer n. Negative numbers
+    # count from the end.
     last = vision_model.config.num_hidden_layers
     first = -last - 1
     if not first <= vision_feature_layer <= last:
@@ -139,8 +139,8 @@ def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bo
     Args:
         image_processor: The image processor of the encoder.
         size: Number of pixels along a side of the pictures that the encoder takes.
-        keeps_crop: Whether an image processor that crops pictures to their central square still crops them. Otherwise
-            it squashes them, so that all of a wide picture is seen, as in the paper (arXiv 2512.08374, App. E).
+        keeps_crop: Whether an image processor that crops pictures to their central square keeps doing so. Otherwise
+            pictures are squashed, so that all of a wide picture is seen, as in the paper (arXiv 2512.08374, App. E).
     """
     square = {"height": size, "width": size}
     crops_now = bool(getattr(image_processor, "do_center_crop", False))
@@ -200,7 +200,7 @@ def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProce
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that stands for a picture: an unused one of the tokenizer, or `<image>`, which is then added."""
+    """The token that stands for a picture: an unused token of the tokenizer, or `<image>`, which is then added."""
     used_tokens = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     for token in IMAGE_TOKEN_CANDIDATES:
         if token in tokenizer.added_tokens_encoder and token not in used_tokens:
@@ -215,7 +215,7 @@ def join_parts(
     """The NormLlava that consists of these parts and a new projector.
 
     Raises:
-        UserError: if a model built from the config would not have the language model's weights. The NormLlava could
+        UserError: if a model built from the config couldn't take the language model's weights. The NormLlava could
             then be saved, but not be loaded again.
     """
     decoder = text_model.get_decoder()
@@ -223,8 +223,8 @@ def join_parts(
     try:
         model = NormLlavaForConditionalGeneration(config, vision_model, decoder, head)
         with torch.device("meta"):
-            rebuilt = NormLlavaForConditionalGeneration(config)
-        rebuilt.load_state_dict(model.state_dict(), assign=True)
+            rebuilt_model = NormLlavaForConditionalGeneration(config)
+        rebuilt_model.load_state_dict(model.state_dict(), assign=True)
     except (AttributeError, RuntimeError) as error:
         # transformers raises an AttributeError if it finds no embeddings to tie, and torch a RuntimeError if the
         # rebuilt model has other weights.

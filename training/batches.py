@@ -30,7 +30,7 @@ DECODERS_WITHOUT_SAMPLE_MASKS = ("biogpt", "bloom", "falcon", "mpt", "xglm")
 
 
 class Batches(Sampler[list[int]]):
-    """The batches of one process in an epoch, each a list of row numbers, as a data loader's `batch_sampler`.
+    """A data loader's `batch_sampler`: the batches of one process in an epoch, each a list of row numbers.
 
     All processes get the same number of batches. A process for which no rows are left gets an empty batch.
 
@@ -111,7 +111,7 @@ def count_passes(global_batch_size: int, args: TrainingConfig) -> int:
     """The number of passes in which all processes together take `global_batch_size` padded rows.
 
     Raises:
-        UserError: if that is not a whole number.
+        UserError: if the number of passes is not whole.
     """
     rows_per_pass = args.per_device_train_batch_size * args.world_size
     if global_batch_size % rows_per_pass != 0:
@@ -307,10 +307,10 @@ def require_separate_samples(config: PreTrainedConfig) -> None:
         UserError: if the decoder has such layers or such a mask.
     """
     layer_types = set(getattr(config, "layer_types", None) or ())  # older decoders don't list their layers
-    has_other_layers = not layer_types <= {"full_attention", "sliding_attention"}
+    other_layer_types = layer_types - {"full_attention", "sliding_attention"}
     has_state = MODEL_MAPPING[type(config)]._is_stateful
     lacks_sample_masks = config.model_type in DECODERS_WITHOUT_SAMPLE_MASKS
-    if has_other_layers or has_state or lacks_sample_masks:
+    if other_layer_types or has_state or lacks_sample_masks:
         raise UserError(
             f"packed_length: the decoder ({config.model_type}) mixes the samples of a packed row, in layers that are "
             "not attention or by its mask. Remove packed_length, and give per_device_train_batch_size."

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-# The share of the memory that a pass may be expected to take. The rest is for fragmentation.
+# The largest share of the memory that a pass may take. The rest is for fragmentation.
 USABLE_SHARE = 0.9
 
 
@@ -33,12 +33,12 @@ def measure_peak(run_pass: Callable[[], None], device: torch.device) -> int:
 
 
 def peak_without_checkpointing(model: nn.Module, measure: Callable[[], int]) -> int:
-    """The peak of a pass in which no layer is checkpointed, extrapolated from passes in which almost all are.
+    """The peak of a pass without checkpointing, extrapolated from passes in which almost all layers are checkpointed.
 
     For each stack of layers (the encoder's and the decoder's), a pass runs in which only the first layer isn't
     checkpointed. The first layer's backward pass comes last, so what the layer keeps is still in memory at the peak,
     and the peak grows by as much. Each layer of the stack is taken to add the same. The result is too high by one
-    layer: with checkpointing too, the layer at the peak holds all of its tensors.
+    layer, since all tensors of the layer at the peak are in memory with checkpointing too.
 
     Args:
         model: The model, whose layers are checkpointed.

@@ -51,7 +51,7 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
         try:
             # lockf, not flock: worker processes inherit a flock, and a worker that outlives the run would keep it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:  # which of the two it is depends on the system
+        except (BlockingIOError, PermissionError) as error:  # the lock is taken; the error depends on the system
             raise UserError(f"output_dir {output_dir} is in use by another run.") from error
         except OSError as error:  # some network file systems have no locks
             logger.warning("%s can't be locked (%s): start no other run in it.", output_dir, error)
@@ -113,7 +113,7 @@ def _find_newest_checkpoint(output_dir: Path) -> Path | None:
     holds_result = steps_done(output_dir) > 0
     if not holds_result:
         raise UserError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
-    return None  # training/sft.py then checks that the result is that of the whole run
+    return None  # training/sft.py then checks that the result has all steps of the run
 
 
 def _holds_run_or_model(output_dir: Path) -> bool:
@@ -196,20 +196,20 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
 
 
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
-    """Move a run's checkpoints after `checkpoint`, and its state if it has finished, into a folder in `superseded`."""
+    """Move a run's later checkpoints, and a finished run's state file, into a new folder in `superseded`."""
     resumed_step = checkpoint_step(checkpoint)
-    later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > resumed_step]
+    later_paths = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > resumed_step]
     # A state file in the output folder itself would mark the run as finished.
     if (output_dir / STATE_FILE).exists():
-        later.append(output_dir / STATE_FILE)
-    if not later:
+        later_paths.append(output_dir / STATE_FILE)
+    if not later_paths:
         return
 
-    superseded = output_dir / SUPERSEDED_FOLDER
-    num_earlier = len(list(superseded.glob("*")))
-    destination = superseded / str(num_earlier + 1)
+    superseded_folder = output_dir / SUPERSEDED_FOLDER
+    num_earlier = len(list(superseded_folder.glob("*")))
+    destination = superseded_folder / str(num_earlier + 1)
     destination.mkdir(parents=True)
-    for path in later:
+    for path in later_paths:
         logger.warning("%s is from steps that will be redone. Moved to %s", path, destination)
         path.rename(destination / path.name)
 

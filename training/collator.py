@@ -34,11 +34,11 @@ class VisionLanguageCollator:
     parallel processes would deadlock.
 
     Args:
-        tokenize: The [`RowTokenizer`] that has tokenized the rows.
+        row_tokenizer: The [`RowTokenizer`] that has tokenized the rows.
         packed: Whether to make packed batches.
     """
 
-    tokenize: RowTokenizer
+    row_tokenizer: RowTokenizer
     packed: bool = False
 
     def __call__(self, rows: list[Row]) -> Inputs:
@@ -62,8 +62,8 @@ class VisionLanguageCollator:
 
     def _expand(self, row: Row) -> dict[str, list[int]]:
         """A row's tokens and labels, in which each picture has all of its image tokens instead of only one."""
-        input_ids = self.tokenize.repeat_at_pictures(row["input_ids"], row)
-        labels = self.tokenize.repeat_at_pictures(row["labels"], row)
+        input_ids = self.row_tokenizer.repeat_at_pictures(row["input_ids"], row)
+        labels = self.row_tokenizer.repeat_at_pictures(row["labels"], row)
         return {"input_ids": input_ids, "labels": labels}
 
     def _pack(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
@@ -71,9 +71,9 @@ class VisionLanguageCollator:
         if not has_images:
             # Each token of the blank picture becomes a sample of its own, so that no other token sees it. The
             # diagnostics recognize a blank picture by these samples of a single token.
-            image_id = self.tokenize.processor.image_token_id
+            image_id = self.row_tokenizer.processor.image_token_id
             blank_token = {"input_ids": [image_id], "labels": [IGNORED]}
-            samples = samples + [blank_token] * self.tokenize.tokens_per_tile
+            samples = samples + [blank_token] * self.row_tokenizer.tokens_per_tile
 
         batch = DataCollatorForLanguageModeling(self._pad_id, padding_free=True)(samples)
         batch.pop("seq_idx", None)  # only linear attention reads seq_idx, and packing refuses such decoders
@@ -88,22 +88,22 @@ class VisionLanguageCollator:
 
         if not has_images:
             # Every row gets more masked padding on the right, and in the first row this padding becomes image tokens.
-            num_blank = self.tokenize.tokens_per_tile
+            num_blank = self.row_tokenizer.tokens_per_tile
             batch["input_ids"] = pad(batch["input_ids"], (0, num_blank), value=self._pad_id)
             batch["labels"] = pad(batch["labels"], (0, num_blank), value=IGNORED)
             batch["attention_mask"] = pad(batch["attention_mask"], (0, num_blank), value=0)
-            batch["input_ids"][0, -num_blank:] = self.tokenize.processor.image_token_id
+            batch["input_ids"][0, -num_blank:] = self.row_tokenizer.processor.image_token_id
         return batch
 
     @property
     def _pad_id(self) -> int:
-        return self.tokenize.processor.tokenizer.pad_token_id
+        return self.row_tokenizer.processor.tokenizer.pad_token_id
 
     def process_images(self, images: list[Image.Image]) -> torch.Tensor:
         """The `pixel_values` of `images`, or of a blank picture if `images` is empty."""
-        image_processor = self.tokenize.processor.image_processor
+        image_processor = self.row_tokenizer.processor.image_processor
         if not images:
             size = image_processor.crop_size  # which compose gives to every image processor
             images = [Image.new("RGB", (size["width"], size["height"]))]
-        options = tile_options(image_processor, self.tokenize.max_tiles)
+        options = tile_options(image_processor, self.row_tokenizer.max_tiles)
         return image_processor(images, return_tensors="pt", **options)["pixel_values"]

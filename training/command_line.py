@@ -40,6 +40,7 @@ PATH_FIELDS = (
 
 def build_parser() -> TrlParser:
     """The parser of all fields of a run. `--config`, which names a recipe, is parsed by [`build_recipe_parser`]."""
+    # argparse prints the usage before an error. Here it would list all fields, so it is suppressed.
     return TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
 
 
@@ -116,7 +117,7 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
 
     Raises:
         UserError: if the recipe is not a mapping of fields to values, if a field has been renamed, or if a field that
-            takes neither lists nor mappings has one.
+            takes neither lists nor mappings is given one.
     """
     with path.open(encoding="utf-8") as file:
         try:
@@ -154,7 +155,7 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
 def takes_type(name: str, wanted_type: type) -> bool:
     """Whether a field may have values of `wanted_type`, which is `list` or `dict`.
 
-    For an unknown field, which the parser refuses, this is true.
+    The answer is true for an unknown field, which the parser will refuse.
     """
     annotations = get_type_hints(RunArguments) | get_type_hints(TrainingConfig)
     if name not in annotations:
@@ -163,8 +164,8 @@ def takes_type(name: str, wanted_type: type) -> bool:
     annotation = annotations[name]
     members = [annotation]
     if get_origin(annotation) in (Union, UnionType):
-        members = list(get_args(annotation))  # of `list[str] | None` these are `list[str]` and `None`
-    types = [get_origin(member) or member for member in members]  # of `list[str]` this is `list`
+        members = list(get_args(annotation))  # `list[str]` and `None` of `list[str] | None`
+    types = [get_origin(member) or member for member in members]  # `list` of `list[str]`
     return wanted_type in types
 
 

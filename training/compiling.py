@@ -34,7 +34,8 @@ def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
 def _compile_layer(layer: nn.Module, backend: str) -> None:
     """Replace a layer's `forward` by one that runs compiled in training mode."""
     eager_forward = layer.forward
-    # layer.compile() would compile the layer's hooks too. Without `dynamic`, each sequence length would get a graph.
+    # layer.compile() would compile the layer's hooks too. Without `dynamic`, torch would compile a graph for each
+    # sequence length.
     compiled_forward = torch.compile(eager_forward, dynamic=True, backend=backend)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

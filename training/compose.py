@@ -70,13 +70,13 @@ def compose(
     spatial_merge_size: int = 1,
     max_tiles: int = 1,
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava from a vision encoder and a language model, with a new projector, and its processor.
+    """A NormLlava made of a vision encoder, a language model and a new projector; and the NormLlava's processor.
 
     Below, T is the mean L2 norm of text embeddings at the decoder's input.
 
     Args:
         vision_model_path, text_model_path: Folders or Hub ids of the parts.
-        projector_norm: The kind of norm layer at the projector's end, a field of [`NormLlavaConfig`].
+        projector_norm: The kind of norm layer at the projector's end. [`NormLlavaConfig`] lists the kinds.
         align_norm: Whether the norm layer's gains start so that image tokens have the L2 norm T. Otherwise gains start
             at 1.
         vision_feature_layer: The number of the encoder's hidden state that the projector reads; -2, the last but one,
@@ -128,7 +128,7 @@ def compose(
         text_model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)  # a size that GPUs are fast with
 
     # Join the parts. "default" leaves out the first feature of a picture, such as a CLS token; "full" keeps all.
-    select_strategy = "default" if num_additional else "full"
+    select_strategy = "default" if num_additional != 0 else "full"
     config = NormLlavaConfig(
         vision_config=vision_model.config,
         text_config=text_model.config,
@@ -166,7 +166,7 @@ def compose(
 def convert_llava(
     llava_model_path: str, projector_norm: str = "gwc", *, align_norm: bool = True, norm_target_ratio: float = 1.0
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava with the weights of a Llava checkpoint and a new norm layer, and its processor.
+    """A NormLlava with the weights of a Llava checkpoint and a new norm layer; and the NormLlava's processor.
 
     Arguments are those of [`compose`]. The checkpoint is loaded by transformers' Llava class, which also reads legacy
     names of weights.
@@ -191,7 +191,8 @@ def convert_llava(
 
     # Count the features of a picture.
     image_processor = old_processor.image_processor
-    fit_processor(image_processor, vision_model.config.image_size, keeps_crop=True)  # as the checkpoint has it
+    # A crop is kept, since the checkpoint was trained with it.
+    fit_processor(image_processor, vision_model.config.image_size, keeps_crop=True)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     num_features = num_patches + num_additional
     if llava.config.vision_feature_select_strategy == "default":
@@ -238,7 +239,7 @@ def require_fitting_tiles(max_tiles: int, center_crop: bool) -> None:
     """Refuse a number of tiles below 1, and options by which pictures would be both cropped and cut into tiles.
 
     Raises:
-        UserError: in these cases.
+        UserError: if the options don't fit.
     """
     if max_tiles < 1:
         raise UserError(f"max_tiles {max_tiles}: it is at least 1, which leaves pictures whole.")
@@ -300,9 +301,9 @@ def complete_generation(model: NormLlavaForConditionalGeneration, tokenizer: Pre
         generation.top_p = None
 
     # If the image token were generated, the next pass would look for a picture's features.
-    suppressed = set(generation.suppress_tokens or ())
-    suppressed.add(model.config.image_token_id)
-    generation.suppress_tokens = sorted(suppressed)
+    suppressed_ids = set(generation.suppress_tokens or ())
+    suppressed_ids.add(model.config.image_token_id)
+    generation.suppress_tokens = sorted(suppressed_ids)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ HELD_OUT_BAD_ROWS_FILE = "held_out_bad_rows.jsonl"
 
 
 def read_rows(
-    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
+    run_args: RunArguments, args: TrainingConfig, row_tokenizer: RowTokenizer
 ) -> tuple[Dataset | IterableDataset, str, list[Source]]:
     """The rows that a run trains on.
 
@@ -62,18 +62,22 @@ def read_rows(
         stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
         return stream, stream_fingerprint(entry.path, entry.name, entry.split), []
 
-    drawn_rows = []
+    mixture = []
     sources = []
     for index, entry in enumerate(entries):
-        checked = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
+        checked_rows = check_rows(run_args, args, row_tokenizer, entry, BAD_ROWS_FILE)
         # Each source has its own seed, for the random sample of its rows.
-        drawn = draw_rows(checked.good_rows, entry, seed=data_seed(args) + index)
+        drawn_rows = draw_rows(checked_rows.good_rows, entry, seed=data_seed(args) + index)
         logger.info(
-            "%s: %d rows, %d good, %d an epoch", entry.path, checked.num_rows, len(checked.good_rows), len(drawn)
+            "%s: %d rows, %d good, %d an epoch",
+            entry.path,
+            checked_rows.num_rows,
+            len(checked_rows.good_rows),
+            len(drawn_rows),
         )
-        drawn_rows.append(drawn)
-        sources.append(describe_source(entry, checked, len(drawn)))
-    return concatenate_datasets(drawn_rows), mixture_fingerprint(sources), sources
+        mixture.append(drawn_rows)
+        sources.append(describe_source(entry, checked_rows, len(drawn_rows)))
+    return concatenate_datasets(mixture), mixture_fingerprint(sources), sources
 
 
 def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
@@ -94,7 +98,7 @@ def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
     return concatenate_datasets([*repeats, sample])
 
 
-def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> Dataset | None:
+def read_held_out(run_args: RunArguments, args: TrainingConfig, row_tokenizer: RowTokenizer) -> Dataset | None:
     """The held-out rows with their tokens; `None` if the run names no held-out rows.
 
     Raises:
@@ -115,7 +119,7 @@ def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTok
         split = str(run_args.dataset_test_split)
 
     entry = SourceArguments(path=path, name=config_name, split=split, image_folder=run_args.eval_image_folder)
-    return check_rows(run_args, args, tokenize, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
+    return check_rows(run_args, args, row_tokenizer, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,11 @@ class CheckedRows:
 
 
 def check_rows(
-    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer, entry: SourceArguments, bad_rows_file: str
+    run_args: RunArguments,
+    args: TrainingConfig,
+    row_tokenizer: RowTokenizer,
+    entry: SourceArguments,
+    bad_rows_file: str,
 ) -> CheckedRows:
     """Read and check a source's rows.
 
@@ -144,7 +152,7 @@ def check_rows(
     with args.main_process_first(desc="reading and checking the rows"):
         rows = load_rows(entry.path, entry.image_folder, entry.name, entry.split)
         assert isinstance(rows, Dataset)
-        tokens = tokenize_rows(rows, RowCheck(tokenize, run_args.open_pictures), args.dataset_num_proc)
+        tokens = tokenize_rows(rows, RowCheck(row_tokenizer, run_args.open_pictures), args.dataset_num_proc)
 
     list_path = None  # only the main process writes the list
     if args.process_index == 0:
@@ -153,18 +161,18 @@ def check_rows(
     return CheckedRows(num_rows=len(rows), good_rows=good_rows, fingerprint=fingerprint)
 
 
-def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int) -> Source:
+def describe_source(entry: SourceArguments, checked_rows: CheckedRows, num_drawn: int) -> Source:
     """The record of a source from which an epoch takes `num_drawn` rows."""
     return Source(
         path=entry.path,
         name=entry.name,
         split=entry.split,
         is_local=find_source(entry.path).is_local,
-        rows=checked.num_rows,
-        good_rows=len(checked.good_rows),
+        rows=checked_rows.num_rows,
+        good_rows=len(checked_rows.good_rows),
         weight=entry.weight,
         drawn=num_drawn,
-        fingerprint=checked.fingerprint,
+        fingerprint=checked_rows.fingerprint,
     )
 
 

@@ -28,7 +28,8 @@ class FiniteWatch:
 
     def note(self, value: torch.Tensor) -> None:
         """Count `value`, a scalar, if it isn't finite."""
-        self._num_not_finite += ~value.detach().isfinite()
+        is_finite = value.detach().isfinite()
+        self._num_not_finite += torch.where(is_finite, 0, 1)
 
     def check(self, step: int, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Read the count. Every process must call this, and either all processes raise or none.

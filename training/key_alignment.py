@@ -1,8 +1,8 @@
 """Losses that bring visual and text keys together while adapters are trained, as in MaLoRA (arXiv 2510.26721).
 
-Only the paper's abstract was available. It names a multi-kernel MMD (maximum mean discrepancy) and a Gram reference,
-and all details are our choice. The losses are computed for each head, from keys before the rotary embedding, and after
-the key norm in families that have one, such as Qwen3. Visual keys are the keys of image tokens, which are
+Only the paper's abstract was available. It names a multi-kernel MMD (maximum mean discrepancy) and a Gram reference;
+all further details are our choice. The losses are computed for each head, from keys before the rotary embedding, and
+after the key norm in families that have one, such as Qwen3. Visual keys are the keys of image tokens, which are
 distinguished from text tokens as in the diagnostics.
 """
 
@@ -28,14 +28,14 @@ MAX_TOKENS = 256
 def mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """Mean over heads of the MMD² between visual and text keys, the U-statistic of Gretton et al. (2012, eq. 3).
 
-    If the keys of both have the same distribution, the MMD² is about 0, and can be slightly negative.
+    If visual and text keys have the same distribution, the MMD² is about 0, and can be slightly negative.
 
     Args:
         visual, text: Keys of at least two tokens, each `(num_heads, num_tokens, head_dim)`.
     """
     num_visual = visual.shape[1]
-    both = torch.cat([visual, text], dim=1)  # [num_heads, num_visual + num_text, head_dim]
-    kernel = gaussian_kernels(both)  # [num_heads, num_visual + num_text, num_visual + num_text]
+    keys = torch.cat([visual, text], dim=1)  # [num_heads, num_visual + num_text, head_dim]
+    kernel = gaussian_kernels(keys)  # [num_heads, num_visual + num_text, num_visual + num_text]
     within_visual = mean_over_pairs(kernel[:, :num_visual, :num_visual])
     within_text = mean_over_pairs(kernel[:, num_visual:, num_visual:])
     across = kernel[:, :num_visual, num_visual:].mean((1, 2))
@@ -63,9 +63,10 @@ def gaussian_kernels(keys: torch.Tensor) -> torch.Tensor:
     squared_distances = squared_distances.clamp(min=0)  # rounding can make them negative
 
     num_pairs = num_tokens * (num_tokens - 1)
-    scale = squared_distances.detach().sum((1, 2), keepdim=True) / num_pairs  # σ², [num_heads, 1, 1]
-    scale = scale.clamp(min=torch.finfo(keys.dtype).eps ** 2)  # avoids a division by 0 if all keys are equal
-    kernels = [torch.exp(-squared_distances / (bandwidth * scale)) for bandwidth in BANDWIDTHS]
+    sigma_squared = squared_distances.detach().sum((1, 2), keepdim=True) / num_pairs  # [num_heads, 1, 1]
+    # This avoids a division by 0 if all keys are equal.
+    sigma_squared = sigma_squared.clamp(min=torch.finfo(keys.dtype).eps ** 2)
+    kernels = [torch.exp(-squared_distances / (bandwidth * sigma_squared)) for bandwidth in BANDWIDTHS]
     return torch.stack(kernels).mean(0)
 
 
@@ -140,7 +141,7 @@ class KeyAlignment:
             )
         self._mmd_weight = mmd_weight
         self._gram_weight = gram_weight
-        self._ids = token_ids(model, processor)
+        self._token_ids = token_ids(model, processor)
         # The sum of the MMD² over passes, the sum of the Gram distance over passes, and the number of passes.
         self._sums = torch.zeros(3, dtype=torch.float64)
 
@@ -173,7 +174,7 @@ class KeyAlignment:
         if not module.training:
             return
 
-        self._tokens = classify(kwargs, self._ids)
+        self._tokens = classify(kwargs, self._token_ids)
         visual = draw_positions(self._tokens.visual)
         text = draw_positions(self._tokens.text)
         self._positions = torch.cat([visual, text])
@@ -181,11 +182,11 @@ class KeyAlignment:
 
     @torch.no_grad()
     def _record_norms(self, layer: nn.Module, args: Any, output: Any) -> None:
-        # Nothing is recorded in eval mode. Nor is it in the backward pass, after `penalty`, when gradient
-        # checkpointing runs the layers once more.
+        # Nothing is recorded in eval mode, nor in the backward pass, after `penalty`, when gradient checkpointing runs
+        # the layers once more.
         if self._tokens is None:
             return
-        hidden_states = output if isinstance(output, torch.Tensor) else output[0]
+        hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # some layers return a tuple
         drawn_states = hidden_states.flatten(0, 1)[self._positions]  # [num_drawn, hidden_size]
         self._norms.append(drawn_states.float().norm(dim=-1))
 
@@ -207,14 +208,14 @@ class KeyAlignment:
             self._references[number] = split_heads(keys, attention.head_dim)
 
         def record_keys(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            # A pass without gradients has no penalty, so its keys aren't kept. Of other passes all keys are kept,
-            # because gradient checkpointing would have to repeat a selection of the drawn tokens.
+            # A pass without gradients has no penalty, so its keys aren't kept. Other passes keep the keys of all
+            # tokens: gradient checkpointing would have to repeat a selection, but by then hooks record nothing.
             if self._tokens is not None and torch.is_grad_enabled():
                 self._keys[number] = output
 
         attention.k_proj.register_forward_hook(record_reference)
-        last_module_of_keys = attention.k_proj if key_norm is None else key_norm
-        last_module_of_keys.register_forward_hook(record_keys)
+        key_module = attention.k_proj if key_norm is None else key_norm
+        key_module.register_forward_hook(record_keys)
 
     def penalty(self) -> torch.Tensor:
         """The penalty of the last forward pass, a scalar. Afterwards, hooks record nothing until the next pass."""
@@ -239,7 +240,8 @@ class KeyAlignment:
                 keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # at least float32
                 reference = self._references.pop(number, None)
                 # The backward pass computes the losses again, so that only one layer's matrices exist at a time.
-                losses.append(checkpoint(self._layer_losses, keys, reference, visual, text, use_reentrant=False))
+                layer_losses = checkpoint(self._layer_losses, keys, reference, visual, text, use_reentrant=False)
+                losses.append(layer_losses)
             mean_losses = torch.stack(losses).mean(0)  # [2]
 
         self._sums[:2] += mean_losses.detach().cpu().double()
@@ -250,14 +252,14 @@ class KeyAlignment:
     def _indices_without_sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices of image tokens and of text tokens among the drawn tokens, without sinks."""
         is_visual = torch.arange(len(self._positions)) < self._num_visual
-        drawn = Tokens(visual=is_visual, text=~is_visual, excluded={})
-        # `find_sinks` expects the norms of the decoder's input in the first row, and ignores them. They aren't
-        # recorded, so the first layer's norms fill that row.
+        drawn_tokens = Tokens(visual=is_visual, text=~is_visual, excluded={})
+        # `find_sinks` expects the norms of the decoder's input in the first row, and ignores this row. Here the
+        # first layer's norms fill it.
         norms = torch.stack([self._norms[0], *self._norms]).cpu()  # [num_layers + 1, num_drawn]
-        is_sink = find_sinks(norms, drawn)
+        is_sink = find_sinks(norms, drawn_tokens)
 
-        visual = (drawn.visual & ~is_sink).nonzero()[:, 0]
-        text = (drawn.text & ~is_sink).nonzero()[:, 0]
+        visual = (drawn_tokens.visual & ~is_sink).nonzero()[:, 0]
+        text = (drawn_tokens.text & ~is_sink).nonzero()[:, 0]
         return visual.to(self._positions.device), text.to(self._positions.device)
 
     def _layer_losses(

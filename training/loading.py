@@ -80,7 +80,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     # FSDP2 shards each module whose class is in `_no_split_modules`. Vision encoders list classes of their whole model
-    # family there. accelerate refuses those of which the model has no module, so they are left out.
+    # family there. accelerate refuses classes that no module of the model has, so these are left out.
     class_names = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = sorted(class_names & set(model._no_split_modules or ()))
     return model
@@ -91,15 +91,17 @@ def prepare_model(
 ) -> tuple[Any, list[ModuleGroup]]:
     """Prepare a loaded model, in place, for the stage of the run.
 
+    Frozen weights get `frozen_dtype`. In a plan this is the dtype that they have on a GPU.
+
     Returns:
         The model that Trainer trains, which in stage 'adapt' is a `PeftModel` around the loaded model, and the model's
         modules with their learning rates.
     """
     stage = Stage(str(run_args.stage))
-    trained: Any = model
+    trained_model: Any = model
     if stage is Stage.ADAPT:
         torch.manual_seed(args.seed)  # for the adapters' weights
-        trained = add_adapters(
+        trained_model = add_adapters(
             model,
             rank=run_args.lora_r,
             alpha=run_args.lora_alpha,
@@ -121,4 +123,4 @@ def prepare_model(
         norm=norm_rate,
         projector=run_args.projector_learning_rate,
     )
-    return trained, prepare_stage(model, stage, rates, frozen_dtype)
+    return trained_model, prepare_stage(model, stage, rates, frozen_dtype)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. `common.console` silences the warning, and so
+# is imported first.
 from common.console import command, new_folder, parse
 
 
@@ -51,12 +52,12 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     with errors_named_after(base_name):
         model = AutoModelForImageTextToText.from_pretrained(base_name, revision=revision, dtype=torch.float32)
     with errors_named_after(adapter):
-        adapted = PeftModel.from_pretrained(model, str(adapter))
-    check_weights(adapter, adapted)
-    merged = adapted.merge_and_unload()
+        adapted_model = PeftModel.from_pretrained(model, str(adapter))
+    check_weights(adapter, adapted_model)
+    merged_model = adapted_model.merge_and_unload()
     if config.dtype is None:  # the config doesn't tell the dtype, so the weights stay float32
-        return merged
-    return merged.to(config.dtype)
+        return merged_model
+    return merged_model.to(config.dtype)
 
 
 def build_parser() -> argparse.ArgumentParser:

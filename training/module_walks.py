@@ -19,7 +19,8 @@ def no_module_walks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
     """
     model.train()
 
-    # Set on the instance, these hide the methods of its class. A copy of the model gets a `train` of its own.
+    # Set on the instance, these hide the methods of its class. With `MethodType`, the `train` of a copy of the model
+    # sets the mode of the copy.
     model.train = MethodType(set_other_mode, model)  # type: ignore[method-assign]
     model.zero_grad = optimizer.zero_grad  # type: ignore[method-assign]
     try:

@@ -85,8 +85,8 @@ class InterfaceMonitor(TrainerCallback):
         has_both_kinds = (num_tokens > 0).all()
         if not has_both_kinds:
             return {}
-        image_norm, text_norm = (norm_sums / num_tokens).tolist()
-        return {"norm/visual": image_norm, "norm/text": text_norm, "norm/ratio": image_norm / text_norm}
+        visual_norm, text_norm = (norm_sums / num_tokens).tolist()
+        return {"norm/visual": visual_norm, "norm/text": text_norm, "norm/ratio": visual_norm / text_norm}
 
 
 class MetricsFile(TrainerCallback):
@@ -112,22 +112,22 @@ class MetricsFile(TrainerCallback):
     @staticmethod
     def _line(log: dict[str, float]) -> str:
         """A log as a line of JSON."""
-        renamed = {}
+        renamed_log = {}
         for name, value in log.items():
             if name.startswith("eval_"):  # Trainer's prefix
                 name = "eval/" + name.removeprefix("eval_")
-            renamed[name] = value
-        return json.dumps(renamed) + "\n"
+            renamed_log[name] = value
+        return json.dumps(renamed_log) + "\n"
 
 
 class ConsoleTable(TrainerCallback):
-    """Prints a table with a line for each log, which shows only the figures that a person watches."""
+    """Prints a table. Each log is a line, which shows only the figures that a person watches."""
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Print the header, and note the time and the steps and tokens so far, which aren't 0 if a run is resumed."""
+        """Print the header. Note the time, and the steps and tokens so far, which aren't 0 if a run is resumed."""
         self._start_time = time.monotonic()
         self._start_step = state.global_step
         self._start_tokens = state.num_input_tokens_seen

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. This import silences it, so it comes first.
+# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. `common.console` silences the warning, and so
+# is imported first.
 from common.console import command
 
 
@@ -184,27 +185,27 @@ def plan_step(
             picture and its supervised tokens.
     """
     check_plan(config, run_args, args, batch)
-    model, trained = build_model(config, run_args, args)
+    model, trained_model = build_model(config, run_args, args)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trained.to_empty(device="cpu")  # fake tensors of the weights' shapes, which take no memory
+        trained_model.to_empty(device="cpu")  # fake tensors of the weights' shapes, which take no memory
         model.tie_weights()  # to_empty has untied them
-        trained.train()
+        trained_model.train()
 
         # FLOPs are counted before checkpointing is turned on, because recomputation isn't part of the model's FLOPs.
         with autocast(args):  # frozen weights may be bfloat16, and trained weights are float32
-            flops = count_flops(trained, batch)
-        trained.zero_grad()
+            flops = count_flops(trained_model, batch)
+        trained_model.zero_grad()
 
         if args.gradient_checkpointing:
-            has_adapters = trained is not model
+            has_adapters = trained_model is not model
             if has_adapters:  # then TRL calls this too
                 model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
-        peak, optimizer = track_steps(trained, args, batch)
+        peak, optimizer = track_steps(trained_model, args, batch)
 
-    weights = num_bytes(trained.parameters())
-    gradients = num_bytes(trained_parameters(trained))  # a gradient has the size of its parameter
+    weights = num_bytes(trained_model.parameters())
+    gradients = num_bytes(trained_parameters(trained_model))  # a gradient has the size of its parameter
     states = 0
     for parameter_states in optimizer.state.values():
         states += num_bytes(parameter_states.values())
@@ -224,7 +225,7 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
     Raises:
         UserError: in the cases that [`plan_step`] names.
     """
-    image_tokens = config.image_seq_length * batch.tiles  # the config counts those of one tile
+    image_tokens = config.image_seq_length * batch.tiles  # the config has the number for one tile
     if batch.tokens < image_tokens + batch.supervised:
         needed = f"{image_tokens} tokens of its picture and {batch.supervised} supervised ones"
         raise UserError(f"A sample of {batch.tokens} tokens can't hold the {needed}: set --tokens and --supervised.")
@@ -233,24 +234,24 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
 
 
 def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig) -> tuple[Any, Any]:
-    """The model without data, and the module that is trained: the model itself, or a `PeftModel` around it."""
+    """The model without data, and the model that is trained: the same model, or a `PeftModel` around it."""
     frozen_dtype = torch.bfloat16 if args.bf16 else torch.float32
     with torch.device("meta"), no_init_weights():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model.tie_weights()
         if run_args.load_in_4bit:
             pack_layers(find_decoder(model).layers, run_args.use_bnb_nested_quant)
-        trained, _ = prepare_model(model, run_args, args, frozen_dtype)
+        trained_model, _ = prepare_model(model, run_args, args, frozen_dtype)
     # As TRL does: the model's `forward` computes log probabilities without holding all logits.
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    return model, trained
+    return model, trained_model
 
 
-def count_flops(trained: nn.Module, batch: Batch) -> int:
+def count_flops(trained_model: nn.Module, batch: Batch) -> int:
     """Model FLOPs of one pass, forward and backward, with each sample in a row of its own."""
-    unpacked = replace(batch, is_packed=False)
+    unpacked_batch = replace(batch, is_packed=False)
     with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
-        compute_loss(trained, unpacked).backward()
+        compute_loss(trained_model, unpacked_batch).backward()
     return counter.get_total_flops()
 
 
@@ -259,19 +260,19 @@ def autocast(args: TrainingConfig) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16), cache_enabled=False)
 
 
-def track_steps(trained: nn.Module, args: TrainingConfig, batch: Batch) -> tuple[int, torch.optim.Optimizer]:
+def track_steps(trained_model: nn.Module, args: TrainingConfig, batch: Batch) -> tuple[int, torch.optim.Optimizer]:
     """Run some steps, and track their memory.
 
     Returns:
         The bytes in use at the peak, and the optimizer with its states.
     """
-    optimizer = make_optimizer(trained, args)
+    optimizer = make_optimizer(trained_model, args)
     with WholeModelTracker() as tracker:
-        tracker.track_external(trained, optimizer)
+        tracker.track_external(trained_model, optimizer)
         for _ in range(NUM_STEPS):
             for _ in range(NUM_PASSES):
                 with autocast(args):
-                    loss = compute_loss(trained, batch)
+                    loss = compute_loss(trained_model, batch)
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -279,25 +280,25 @@ def track_steps(trained: nn.Module, args: TrainingConfig, batch: Batch) -> tuple
     return peak, optimizer
 
 
-def make_optimizer(trained: nn.Module, args: TrainingConfig) -> torch.optim.Optimizer:
+def make_optimizer(trained_model: nn.Module, args: TrainingConfig) -> torch.optim.Optimizer:
     """The optimizer of the recipe, or for 8-bit Adam a stand-in whose states have the same size."""
-    parameters = trained_parameters(trained)
+    parameters = trained_parameters(trained_model)
     if args.optim.value in OPTIMIZERS_8BIT:
-        embeddings = [module.weight for module in trained.modules() if isinstance(module, nn.Embedding)]
+        embeddings = [module.weight for module in trained_model.modules() if isinstance(module, nn.Embedding)]
         return EightBitAdam(parameters, embeddings)
 
-    optimizer_class, optimizer_options = Trainer.get_optimizer_cls_and_kwargs(args, trained)
+    optimizer_class, optimizer_options = Trainer.get_optimizer_cls_and_kwargs(args, trained_model)
     return optimizer_class(parameters, **optimizer_options)
 
 
-def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
+def compute_loss(trained_model: Any, batch: Batch) -> torch.Tensor:
     """The loss of a pass over a made-up batch.
 
     All image tokens of the batch come first, then all text tokens, of which the last are supervised. The order doesn't
     matter, since only shapes are used. Image features and text embeddings are joined here, because the model would
     look for image tokens among the values of `input_ids`, which fake tensors don't have.
     """
-    model = base_model(trained)
+    model = base_model(trained_model)
     num_tokens = batch.samples * batch.tokens
     num_supervised = batch.samples * batch.supervised
     num_rows = 1 if batch.is_packed else batch.samples
@@ -314,7 +315,7 @@ def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
     labels = torch.zeros(1, num_supervised, dtype=torch.long)
     positions = torch.arange(num_tokens - num_supervised, num_tokens)
     with head_at_positions(model, positions):
-        output = trained(inputs_embeds=embeddings, shift_labels=labels, fused_lm_head=True, use_cache=False)
+        output = trained_model(inputs_embeds=embeddings, shift_labels=labels, fused_lm_head=True, use_cache=False)
     return -output.log_probs.sum() / num_supervised
 
 

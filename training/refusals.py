@@ -96,23 +96,23 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
 
 def check_required(run_args: RunArguments) -> None:
     """A run needs a model, rows and a stage."""
-    recipes = "training/recipes/ has recipes to start from."
+    hint = "training/recipes/ has recipes to start from."
     if run_args.model_name_or_path is None:
-        raise UserError(f"model_name_or_path is missing; {recipes}")
+        raise UserError(f"model_name_or_path is missing; {hint}")
     if run_args.dataset_name is None and not run_args.datasets:
-        raise UserError(f"dataset_name is missing; {recipes}")
+        raise UserError(f"dataset_name is missing; {hint}")
     if run_args.stage is None:
-        raise UserError(f"stage is missing; {recipes}")
+        raise UserError(f"stage is missing; {hint}")
 
 
 def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
     """The fields in `FIXED_FIELDS` keep their value."""
-    given = {**vars(args), **vars(run_args)}
+    all_fields = {**vars(args), **vars(run_args)}
     for name, (allowed, reason) in FIXED_FIELDS.items():
-        if name not in given:  # this version of transformers or TRL doesn't have the field
+        if name not in all_fields:  # this version of transformers or TRL doesn't have the field
             continue
 
-        value = given[name]
+        value = all_fields[name]
         if value != allowed:
             if isinstance(value, Enum):  # transformers turns the strings of some fields into enums
                 value = value.value
@@ -121,14 +121,14 @@ def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
 
 def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
     """Counts are 1 or more. Learning rates and the weights of losses are 0 or more, and finite."""
-    given = {**vars(args), **vars(run_args)}
+    all_fields = {**vars(args), **vars(run_args)}
     for name in COUNT_FIELDS:
-        count = given[name]
+        count = all_fields[name]
         if count is not None and count < 1:
             raise UserError(f"{name} must be 1 or more, got {count}.")
 
     for name in RATE_FIELDS:
-        rate = given[name]
+        rate = all_fields[name]
         is_valid = rate is None or 0 <= rate < math.inf
         if not is_valid:
             raise UserError(f"{name} must be 0 or more, got {rate}.")
@@ -143,7 +143,7 @@ def check_steps(args: TrainingConfig) -> None:
 
 
 def check_stage(run_args: RunArguments) -> None:
-    """A run gives the fields that its stage needs, and no field that its stage doesn't read."""
+    """A run gives the fields that its stage needs, and the fields of stage 'adapt' only in this stage."""
     if run_args.stage == Stage.INSTRUCT and run_args.vision_learning_rate is None:
         raise UserError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
     if run_args.stage == Stage.ADAPT:
@@ -167,13 +167,13 @@ def check_sources(run_args: RunArguments) -> None:
     if not run_args.datasets:
         return
 
-    given = []
+    given_names = []
     for name in SOURCE_FIELDS:
         default = getattr(RunArguments, name)
         if getattr(run_args, name) != default:
-            given.append(name)
-    if given:
-        raise UserError(f"Give either {', '.join(given)} or datasets, not both.")
+            given_names.append(name)
+    if given_names:
+        raise UserError(f"Give either {', '.join(given_names)} or datasets, not both.")
 
 
 def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:

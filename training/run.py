@@ -117,12 +117,12 @@ def describe_run(
         recipe: Path of the recipe.
         sources: The records of the sources of rows.
     """
-    compared = {name: arguments[name] for name in COMPARED_ARGUMENTS if name in arguments}
+    compared_arguments = {name: arguments[name] for name in COMPARED_ARGUMENTS if name in arguments}
     return Run(
         data=data,
         # JSON changes some values, such as tuples to lists. The round trip through JSON makes the same changes here,
         # so that the arguments can be compared with those read from a file.
-        arguments=json.loads(json.dumps(compared, default=str)),
+        arguments=json.loads(json.dumps(compared_arguments, default=str)),
         recipe=None if recipe is None else os.path.abspath(recipe),
         environment=environment,
         sources=tuple(sources),
@@ -158,7 +158,7 @@ def _compared_fields(run: Run) -> dict[str, Any]:
 
 
 def describe_environment(device_type: str, num_processes: int, resumed: bool) -> Environment:
-    """The environment of a run. Call this at its start, since the commit may change while it trains.
+    """The environment of a run. Call this when the run starts, since the commit may change during training.
 
     Args:
         device_type: torch's name for the kind of device that the run trains on, `"cuda"` or `"cpu"`.

@@ -88,16 +88,16 @@ def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
     if resume is None or fields["output_dir"] is None:
         return fields
 
-    recorded = recorded_arguments(Path(fields["output_dir"]), resume)
-    filled: dict[str, Any] = {}
+    earlier_arguments = recorded_arguments(Path(fields["output_dir"]), resume)
+    filled_fields: dict[str, Any] = {}
     arithmetic_is_given = fields["bf16"] is not None or fields["fp16"]
     if not arithmetic_is_given:
-        filled["bf16"] = recorded.get("bf16")
+        filled_fields["bf16"] = earlier_arguments.get("bf16")
     if fields["attn_implementation"] is None:
-        filled["attn_implementation"] = recorded.get("attn_implementation")
+        filled_fields["attn_implementation"] = earlier_arguments.get("attn_implementation")
     if fields["gradient_checkpointing"] is None:
-        filled["gradient_checkpointing"] = recorded.get("gradient_checkpointing")
-    return fields | filled
+        filled_fields["gradient_checkpointing"] = earlier_arguments.get("gradient_checkpointing")
+    return fields | filled_fields
 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
@@ -120,18 +120,19 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
 
     # Read the rows.
     logger.info("Reading and checking the rows ...")
-    tokenize = make_tokenizer(run_args, args, config)
-    rows, fingerprint, sources = read_rows(run_args, args, tokenize)
+    row_tokenizer = make_tokenizer(run_args, args, config)
+    rows, fingerprint, sources = read_rows(run_args, args, row_tokenizer)
     if stage is Stage.ALIGN:
         require_pictures(rows)
-    held_out = read_held_out(run_args, args, tokenize)
+    held_out = read_held_out(run_args, args, row_tokenizer)
 
     # Deal the rows into batches.
-    collate = VisionLanguageCollator(tokenize, is_packed)
-    sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_tile)
+    collate = VisionLanguageCollator(row_tokenizer, is_packed)
+    sampler, accumulation_steps = deal_rows(run_args, args, rows, row_tokenizer.tokens_per_tile)
+    args.gradient_accumulation_steps = accumulation_steps
     stream = None
     if sampler is None:  # the rows are a stream
-        check = RowCheck(tokenize, run_args.open_pictures)
+        check = RowCheck(row_tokenizer, run_args.open_pictures)
         stream = StreamBatches(rows, check, collate, run_args.bad_rows, args)
     eval_sampler = None
     if held_out is not None:
@@ -149,16 +150,16 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     # Load the model.
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
-    trained, groups = prepare_model(model, run_args, args, args.frozen_dtype)
+    trained_model, groups = prepare_model(model, run_args, args, args.frozen_dtype)
     if checkpoint is not None:
-        check_weights(checkpoint, trained)
+        check_weights(checkpoint, trained_model)
     key_alignment = None
     if run_args.has_key_losses:
-        key_alignment = KeyAlignment(model, tokenize.processor, run_args.key_mmd_weight, run_args.key_gram_weight)
+        key_alignment = KeyAlignment(model, row_tokenizer.processor, run_args.key_mmd_weight, run_args.key_gram_weight)
 
     # Train.
     trainer = NormLlavaTrainer(
-        trained,
+        trained_model,
         groups,
         run,
         sampler=sampler,
@@ -169,7 +170,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         args=args,
         train_dataset=rows,
         eval_dataset=held_out,
-        processing_class=tokenize.processor,
+        processing_class=row_tokenizer.processor,
         data_collator=collate,
     )
     logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args))

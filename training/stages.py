@@ -92,7 +92,7 @@ def prepare_stage(
 
         is_trained = group.learning_rate is not None
         # Trained weights are float32, in which small steps are not lost in rounding. The unread layers of a trained
-        # encoder are float32 too, because they get its float32 output.
+        # encoder are float32 too, because the trained layers before them give float32.
         follows_trained = stage is Stage.INSTRUCT and group.name == UNREAD_VISION
         dtype = frozen_dtype
         if is_trained or follows_trained:
@@ -101,8 +101,8 @@ def prepare_stage(
         parameter.data = parameter.data.to(dtype)
 
     if stage is not Stage.INSTRUCT:
-        # The frozen encoder runs without gradients. Otherwise, since transformers' gradient checkpointing makes the
-        # patch embeddings require gradients, a backward pass through the encoder would be computed for nothing.
+        # The frozen encoder runs without gradients. transformers' gradient checkpointing makes the patch embeddings
+        # require gradients, so a backward pass through the encoder would otherwise be computed for nothing.
         model.model.vision_tower.forward = torch.no_grad()(model.model.vision_tower.forward)
     return [group for group in groups.values() if group.parameters]
 
@@ -201,8 +201,8 @@ def num_weights(parameter: nn.Parameter) -> int:
     return 2 * parameter.numel()  # each element is a byte that holds two 4-bit weights
 
 
-def base_model(trained: Any) -> Any:
+def base_model(trained_model: Any) -> Any:
     """The model inside a `PeftModel`. Any other model is returned as it is."""
-    if isinstance(trained, PeftModel):
-        return trained.get_base_model()
-    return trained
+    if isinstance(trained_model, PeftModel):
+        return trained_model.get_base_model()
+    return trained_model

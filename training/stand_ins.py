@@ -31,13 +31,13 @@ class FourBitLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, double_quant: bool) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         num_bytes = math.ceil(layer.weight.numel() * bits_of_a_weight(double_quant) / 8)
-        packed = torch.empty(num_bytes, dtype=torch.uint8, device=layer.weight.device)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        packed_weights = torch.empty(num_bytes, dtype=torch.uint8, device=layer.weight.device)
+        self.weight = nn.Parameter(packed_weights, requires_grad=False)
         self.bias = layer.bias
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with the unpacked weights, which exist only for this product, and again in the backward pass."""
+        """The product with the unpacked weights, which exist only during this product and in the backward pass."""
         dtype = input.dtype
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
@@ -55,14 +55,14 @@ class FourBitProduct(torch.autograd.Function):
         """The product, `(..., out_features)`."""
         ctx.in_features = input.shape[-1]
         ctx.out_features = out_features
-        unpacked = input.new_empty(ctx.out_features, ctx.in_features)
-        return nn.functional.linear(input, unpacked)
+        unpacked_weights = input.new_empty(ctx.out_features, ctx.in_features)
+        return nn.functional.linear(input, unpacked_weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The gradient of the input."""
-        unpacked = gradient.new_empty(ctx.out_features, ctx.in_features)
-        return gradient @ unpacked, None
+        unpacked_weights = gradient.new_empty(ctx.out_features, ctx.in_features)
+        return gradient @ unpacked_weights, None
 
 
 def bits_of_a_weight(double_quant: bool) -> float:
@@ -86,7 +86,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     Args:
         parameters: The parameters that are trained.
-        embeddings: Parameters whose states stay in float32, as transformers asks for.
+        embeddings: The weights of embeddings. Their states stay in float32, as transformers asks for.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], embeddings: Iterable[Any]) -> None:

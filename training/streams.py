@@ -29,7 +29,7 @@ from training.data import BAD_ROWS_FILE
 
 # The file of a checkpoint with the places of all readers.
 STREAM_FILE = "stream.json"
-# The key of a batch under which the batch carries its place in the stream.
+# The key under which a batch carries its place in the stream.
 PLACE = "place"
 # A reader gives up after this many bad rows without a good row between them. Otherwise it would search forever in a
 # stream whose rows are all bad.
@@ -82,14 +82,15 @@ class StreamBatches(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         reader = self._this_reader()
         share = self._share_of_reader(reader)
-        batch: list[Row] = []
+        rows: list[Row] = []
         for row in self.good_rows(share):
-            batch.append(row)
-            if len(batch) == self.args.per_device_train_batch_size:
+            rows.append(row)
+            if len(rows) == self.args.per_device_train_batch_size:
+                batch = self.collate(rows)
                 # `record_trained` gets this place when the batch has been trained on.
                 place = {"reader": reader, "rows": share.state_dict()}
-                yield {**self.collate(batch), PLACE: place}
-                batch = []
+                yield {**batch, PLACE: place}
+                rows = []
 
     def _this_reader(self) -> int:
         """The number that this worker has as a reader of its process."""

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 # PEFT and FSDP's activation checkpointing put these parts into the names of the parameters that they wrap.
 WRAPPER_NAME_PARTS = ("base_model.model.", "_checkpoint_wrapped_module.")
-# The key of a prepared batch under which it has the positions before supervised tokens.
+# The key under which a prepared batch has the positions before its supervised tokens.
 POSITIONS = "supervised_positions"
 
 
@@ -97,8 +97,8 @@ class NormLlavaTrainer(SFTTrainer):
         key_alignment: KeyAlignment | None = None,
         **kwargs: Any,
     ) -> None:
-        # The module of each parameter, both by name. The parameters themselves are not kept: FSDP2 replaces them by
-        # shards, and a reference to a whole parameter would keep it on the device.
+        # The name of each parameter's module, by the parameter's name. Parameters themselves are not kept: FSDP2
+        # replaces them by shards, and a reference to a whole parameter would keep it on the device.
         self._module_names: dict[str, str] = {}
         # The learning rate that the run gives to each module that is trained.
         self._rates: dict[str, float] = {}
@@ -127,8 +127,8 @@ class NormLlavaTrainer(SFTTrainer):
             super().__init__(model=model, **kwargs)
 
         self._finite_watch = FiniteWatch(self.args.device)
-        # Sums over this process's supervised tokens since the last log: their entropy, how many of them are what the
-        # model finds likeliest, and their number.
+        # Sums over this process's supervised tokens since the last log: their entropy, the number of tokens that the
+        # model finds likeliest, and the number of all.
         self._token_sums = torch.zeros(3, device=self.args.device)
 
         # Autocast would keep a copy of every trained weight in bfloat16 until the forward pass ends, though a pass
@@ -193,13 +193,13 @@ class NormLlavaTrainer(SFTTrainer):
         # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)
 
-        # The layers are listed before FSDP's activation checkpointing wraps them, since they are compiled inside it.
+        # The layers are listed before FSDP's activation checkpointing wraps them, to be compiled inside the wrappers.
         layers = list(find_decoder(self._unwrapped()).layers)
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.args.torch_compile:
             compile_layers(layers, self.args.torch_compile_backend)
 
-        # After this, FSDP2 replaces no parameters any more.
+        # From here on, FSDP2 replaces no parameters.
         self._trained_parameters = self._list_trained_parameters(self.accelerator.unwrap_model(model))
         self._finite_watch.start(self.state.global_step)
 
@@ -209,9 +209,9 @@ class NormLlavaTrainer(SFTTrainer):
         return model, loader
 
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
-        """Run the batches with the most tokens and with the most tiles once, so that lack of memory shows now.
+        """Run the batch with the most tokens and the batch with the most tiles, so that lack of memory shows now.
 
-        If the recipe doesn't say whether layers are checkpointed, this decides.
+        If the recipe doesn't say whether layers are checkpointed, the memory of these batches decides.
         """
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
@@ -243,7 +243,7 @@ class NormLlavaTrainer(SFTTrainer):
         if self.args.gradient_accumulation_steps == 1:
             model.zero_grad()
         batch = self.data_collator([self.train_dataset[number] for number in row_numbers])
-        # Our own step would count these tokens, and watch whether this loss is finite.
+        # This is TRL's step. Our own would count these tokens, and watch whether this loss is finite.
         super().training_step(model, batch, num_items_in_batch=torch.tensor(1))
 
     def _choose_checkpointing(self, model: nn.Module, passes: list[Callable[[], None]]) -> None:
@@ -253,10 +253,15 @@ class NormLlavaTrainer(SFTTrainer):
         if limit is None:
             return
 
-        peaks = [peak_without_checkpointing(model, partial(measure_peak, run_pass, device)) for run_pass in passes]
+        peaks = []
+        for run_pass in passes:
+            measure = partial(measure_peak, run_pass, device)
+            peaks.append(peak_without_checkpointing(model, measure))
         peak = max(peaks)
+
         is_too_large = torch.tensor(peak > USABLE_SHARE * limit, dtype=torch.long)
-        if self._sum_over_processes(is_too_large) == 0:
+        num_too_large = self._sum_over_processes(is_too_large)
+        if num_too_large == 0:
             self.args.gradient_checkpointing = False
             stop_checkpointing(model)
         logger.info(
@@ -273,8 +278,8 @@ class NormLlavaTrainer(SFTTrainer):
             return self.optimizer
         optimizer = super().create_optimizer(model)
 
-        # Trainer logs the rate of the first group as `learning_rate`. So modules with the common rate come first, and
-        # then those with the highest rates.
+        # Trainer logs the rate of the first group as `learning_rate`. So modules with the common rate come first. The
+        # others follow, the highest rate first.
         common_rate = self.args.learning_rate
         highest_first = sorted(self._rates, key=lambda module: self._rates[module], reverse=True)
         with_common_rate = [module for module in highest_first if self._rates[module] == common_rate]
@@ -285,14 +290,15 @@ class NormLlavaTrainer(SFTTrainer):
         trained_parameters = self._list_trained_parameters(model)
 
         # Trainer has made two groups, one with weight decay and one without. Each module gets its part of both.
-        groups = []
+        module_groups = []
         for module in with_common_rate + with_own_rate:
             members = set(trained_parameters[module])
             for group in optimizer.param_groups:
                 parameters = [parameter for parameter in group["params"] if parameter in members]
                 if parameters:
-                    groups.append({**group, "params": parameters, "lr": self._rates[module], "module": module})
-        optimizer.param_groups = groups
+                    changes = {"params": parameters, "lr": self._rates[module], "module": module}
+                    module_groups.append({**group, **changes})
+        optimizer.param_groups = module_groups
         return optimizer
 
     def _list_trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -321,8 +327,8 @@ class NormLlavaTrainer(SFTTrainer):
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         """The number of supervised tokens in all batches of a step, over all processes, on the device.
 
-        They are counted before the batches are copied to the device. Trainer would then wait until the device has
-        taken the number.
+        Tokens are counted before the batches are copied to the device. Trainer would wait until the number has been
+        copied too.
         """
         num_supervised = torch.tensor(0)
         for batch in batch_samples:
@@ -333,8 +339,8 @@ class NormLlavaTrainer(SFTTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a forward and backward pass.
 
-        Trainer would count padding as tokens. Nothing here waits for the device: tokens are counted before they are
-        copied to it, and whether the loss is finite is only noted.
+        Trainer would count padding as tokens. Nothing here waits for the device: tokens are counted before the batch
+        is copied, and whether the loss is finite is only noted.
 
         Returns:
             The loss of the pass.
@@ -359,7 +365,7 @@ class NormLlavaTrainer(SFTTrainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The batch on the device, with the positions before supervised tokens instead of its labels.
 
-        The positions are found here, since on the device Python would have to wait for their number.
+        The positions are found before the batch is copied. On the device, Python would have to wait for their number.
         """
         inputs = dict(inputs)
         positions, next_tokens = supervised_tokens(inputs.pop("labels"))
@@ -390,7 +396,7 @@ class NormLlavaTrainer(SFTTrainer):
         """
         outputs = self._score_tokens(model, inputs)
         token_losses = -outputs.log_probs  # [1, num_supervised]
-        if self.args.loss_type == "dft":
+        if self.args.loss_type == "dft":  # it weighs each token by its probability
             token_losses = token_losses * outputs.log_probs.exp().detach()
         loss = token_losses.sum() / num_items_in_batch * self.accelerator.num_processes
 
@@ -448,9 +454,8 @@ class NormLlavaTrainer(SFTTrainer):
             norm = self._grad_norms[module] if self._clip_by_module else whole_norm
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
 
-        # In float16 the scaler skips a step that isn't finite.
-        uses_scaler = self.accelerator.scaler is not None
-        if not uses_scaler:
+        # In float16 there is a scaler, which skips a step whose gradient isn't finite.
+        if self.accelerator.scaler is None:
             self._finite_watch.note(whole_norm)
         return whole_norm
 
@@ -458,7 +463,7 @@ class NormLlavaTrainer(SFTTrainer):
         """Stop the run if a loss or a gradient since the last check was not finite. Every process must call this.
 
         Raises:
-            UserError: if one was not.
+            UserError: if such a value was found.
         """
         self._finite_watch.check(self.state.global_step, self._sum_over_processes)
 
@@ -491,7 +496,7 @@ class NormLlavaTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def _add_up_tokens(self) -> None:
-        """Add the number of tokens since the last call to the trainer's state, summed over processes.
+        """Bring the number of tokens in the trainer's state up to date. Every process must call this.
 
         Checkpoints keep the state, so that a resumed run goes on counting.
         """
@@ -500,7 +505,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._num_new_tokens = 0
 
     def _measurements(self) -> dict[str, float]:
-        """Figures of tokens, learning rates and gradient norms by module, norms at the decoder's input, key losses."""
+        """Our figures for a step's log: entropy, accuracy, learning rates, gradient norms, token norms, key losses."""
         entropy, num_correct, num_tokens = self._sum_over_processes(self._token_sums).tolist()
         self._token_sums.zero_()
 
@@ -534,9 +539,9 @@ class NormLlavaTrainer(SFTTrainer):
         with torch.random.fork_rng(cuda_devices):
             for batch in self._data_loader(self.eval_dataset, self._eval_sampler):
                 batch = self._prepare_inputs(batch)
-                blanked = {**batch, "pixel_values": blank.expand_as(batch["pixel_values"])}
+                blank_batch = {**batch, "pixel_values": blank.expand_as(batch["pixel_values"])}
                 sums[0] += self._summed_loss(batch)
-                sums[1] += self._summed_loss(blanked)
+                sums[1] += self._summed_loss(blank_batch)
                 sums[2] += len(batch[POSITIONS])
 
         loss, loss_blank, num_tokens = self._sum_over_processes(sums).tolist()
@@ -554,7 +559,7 @@ class NormLlavaTrainer(SFTTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint in a separate folder, and rename it when it is complete.
 
-        Trainer writes a checkpoint in its place, where a killed run leaves it half-written.
+        Trainer would write directly into the checkpoint's final folder, which a killed run would leave half-written.
 
         Raises:
             UserError: if a loss or a gradient since the last check was not finite.
@@ -568,7 +573,7 @@ class NormLlavaTrainer(SFTTrainer):
         # in the model. Trainer loads a checkpoint by the names in the model, so conversions are turned off.
         self._unwrapped()._weight_conversions = []
         with open_saving_folder(output_dir, self.accelerator) as saving_folder:
-            super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial)  # into the saving folder, by `_get_output_dir`
             if self._stream is not None:
                 self._stream.write_place(saving_folder / name, self.is_world_process_zero())
 
@@ -600,7 +605,7 @@ class NormLlavaTrainer(SFTTrainer):
 
         With `output_dir`, which Trainer gives for a checkpoint, this is Trainer's own method. Without it, this saves
         the final model of the run: FSDP2's shards are gathered, and the model is written into a separate folder and
-        published only when it is complete. Trainer would write it in its place, and sharded.
+        published only when it is complete. Trainer would write shards, and directly into the run's folder.
 
         Raises:
             UserError: if a loss or a gradient since the last check was not finite.
@@ -662,7 +667,7 @@ def keep_dtypes(model: nn.Module) -> Iterator[None]:
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """L2 norm of the gradient of all `parameters` together, a scalar. It includes the shards of other processes."""
+    """L2 norm of the gradient of all `parameters` together, a scalar. Shards of other processes are included."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):

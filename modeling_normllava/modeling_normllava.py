@@ -253,7 +253,7 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
 
 
 def base_options(adapted_model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `from_pretrained` that load an adapted model's base once more, only for the base's loading report.
+    """The options of `from_pretrained` that load an adapted model's base once more, for its loading report alone.
 
     Where possible, the weights' names are loaded without their data.
 

@@ -229,7 +229,9 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def make_model_folder(
+    backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """A function that gives the folder of a NormLlava composed from two families.
 
     The folder is saved on first use, and shared by all tests, so a test must not write to it.
@@ -265,7 +267,7 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="session")
-def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def always_a(make_model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that gives the folder of a model that answers "A" to everything, saved on first use.
 
     After the "A" the model ends its turn, or with `ends=False` goes on with commas.
@@ -277,8 +279,8 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         if folder.exists():
             return folder
 
-        model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-        processor = AutoProcessor.from_pretrained(composed())
+        model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
+        processor = AutoProcessor.from_pretrained(make_model_folder())
         answer_always(model, processor.tokenizer, ends)
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
@@ -320,9 +322,9 @@ def harness_python() -> Path:
 
 
 @pytest.fixture
-def model(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
+def model(make_model_folder: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
     """A fresh copy of the SigLIP and Qwen2 NormLlava, in eval mode."""
-    return NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
+    return NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).eval()
 
 
 @pytest.fixture

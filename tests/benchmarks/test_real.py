@@ -38,9 +38,9 @@ def write_rows(folder: Path, num_rows: int) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
-def test_trainers_and_the_bare_loop_train_alike(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_trainers_and_the_bare_loop_train_alike(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
     write_rows(tmp_path, num_rows=6)  # for three steps of two rows
-    model_folder = composed()
+    model_folder = make_model_folder()
     options = {"model": model_folder, "data": tmp_path, "steps": 3, "batch_size": 2, "output": tmp_path / "out.json"}
     main([f"--{name}={value}" for name, value in options.items()])
 

@@ -28,9 +28,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tokenize(composed: Callable[..., Path]) -> RowTokenizer:
+def tokenize(make_model_folder: Callable[..., Path]) -> RowTokenizer:
     """A `RowTokenizer` that refuses rows of more than 200 tokens."""
-    return row_tokenizer(composed(), max_length=200)
+    return row_tokenizer(make_model_folder(), max_length=200)
 
 
 @dataclass

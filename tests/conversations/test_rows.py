@@ -81,8 +81,10 @@ def text_row(question: str, answer: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3", "vicuna"])
-def test_text_that_would_become_a_control_token_is_refused(family: str, composed: Callable[..., Path]) -> None:
-    processor = AutoProcessor.from_pretrained(composed(text=family))
+def test_text_that_would_become_a_control_token_is_refused(
+    family: str, make_model_folder: Callable[..., Path]
+) -> None:
+    processor = AutoProcessor.from_pretrained(make_model_folder(text=family))
     tokenizer = processor.tokenizer
     pattern = control_token_pattern(tokenizer, processor.image_token)
     control_ids = {*tokenizer.all_special_ids, processor.image_token_id}

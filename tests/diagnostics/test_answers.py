@@ -50,10 +50,10 @@ def score_in_one_pass(model: PreTrainedModel, inputs: Any, answer: list[int]) ->
     ],
 )
 def test_no_answer_is_likelier_than_the_likeliest(
-    composed: Callable[..., Path], picture: Image.Image, logit_factor: float
+    make_model_folder: Callable[..., Path], picture: Image.Image, logit_factor: float
 ) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
-    processor = AutoProcessor.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).eval()
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     with torch.no_grad():
         model.lm_head.weight *= logit_factor
 
@@ -99,9 +99,9 @@ def test_the_name_of_a_models_cache_argument_is_found(model: Any, name: str) -> 
 
 
 def test_no_deprecated_argument_is_used(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+    model: NormLlavaForConditionalGeneration, make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:
-    inputs = encode_prompts(AutoProcessor.from_pretrained(composed()), [make_prompt("What?", picture)])
+    inputs = encode_prompts(AutoProcessor.from_pretrained(make_model_folder()), [make_prompt("What?", picture)])
     answer = [1, 2, 3]  # any token ids
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -146,9 +146,9 @@ def test_no_deprecated_argument_is_used(
     ],
 )
 def test_an_answer_has_the_token_ids_that_the_template_writes(
-    template: str, expected: str, composed: Callable[..., Path], picture: Image.Image
+    template: str, expected: str, make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     processor.chat_template = template
     ids = answer_ids(processor, make_prompt("What?", picture), "cat")
     assert processor.tokenizer.decode(ids) == expected

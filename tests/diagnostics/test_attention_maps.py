@@ -61,13 +61,13 @@ def find_first(ids: list[int], word_ids: list[int]) -> range:
 def test_a_map_is_the_attention_of_the_eager_model(
     word: str,
     model: NormLlavaForConditionalGeneration,
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
     picture: Image.Image,
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     word_map = attention_map(model, processor, picture, QUESTION, word, answer=ANSWER)
 
-    eager = NormLlavaForConditionalGeneration.from_pretrained(composed(), attn_implementation="eager").eval()
+    eager = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), attn_implementation="eager").eval()
     inputs = prepare_inputs(eager, processor, make_messages(picture, QUESTION, ANSWER))
     with torch.no_grad():
         attentions = eager(**inputs, output_attentions=True).attentions
@@ -129,10 +129,10 @@ def respond_only_to(direction: torch.Tensor, projection: torch.nn.Linear) -> Non
     ],
 )
 def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
-    vision: str, num_rows: int, num_columns: int, row: int, column: int, composed: Callable[..., Path]
+    vision: str, num_rows: int, num_columns: int, row: int, column: int, make_model_folder: Callable[..., Path]
 ) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision)).eval()
-    processor = AutoProcessor.from_pretrained(composed(vision))
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(vision)).eval()
+    processor = AutoProcessor.from_pretrained(make_model_folder(vision))
     size = {"height": num_rows * PATCH, "width": num_columns * PATCH}
     processor.image_processor.size = size
     processor.image_processor.crop_size = size  # CLIP's and DINOv2's image processors crop after they resize
@@ -158,9 +158,9 @@ def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
 
 
 def test_a_word_that_the_text_lacks_is_refused(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+    model: NormLlavaForConditionalGeneration, make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     with pytest.raises(DiagnosticsError, match='"hue" is not in the text after the picture: "Which colour'):
         attention_map(model, processor, picture, QUESTION, "hue")
     with pytest.raises(DiagnosticsError, match='"colo" is not in'):  # a part of a word
@@ -168,17 +168,17 @@ def test_a_word_that_the_text_lacks_is_refused(
 
 
 def test_a_layer_that_the_model_lacks_is_refused(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+    model: NormLlavaForConditionalGeneration, make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     with pytest.raises(DiagnosticsError, match="has layers 0 to 1, got --layers 1 7"):
         attention_map(model, processor, picture, QUESTION, "colour", layers=[7, 1])
 
 
 def test_a_model_that_does_not_run_with_sdpa_is_refused(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+    model: NormLlavaForConditionalGeneration, make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     model.set_attn_implementation("eager")
     with pytest.raises(DiagnosticsError, match="attention of layer 0, 1 was not recorded"):
         attention_map(model, processor, picture, QUESTION, "colour")
@@ -195,9 +195,9 @@ def test_merged_and_tiled_pictures_are_refused(name: str) -> None:
 
 
 def test_a_model_that_trains_is_mapped_without_dropout(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+    model: NormLlavaForConditionalGeneration, make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     map_without_dropout = attention_map(model, processor, picture, QUESTION, "colour")
 
     for layer in model.model.language_model.layers:
@@ -267,9 +267,12 @@ def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:
 
 
 def test_the_report_shows_attention_maps(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image, tmp_path: Path
+    model: NormLlavaForConditionalGeneration,
+    make_model_folder: Callable[..., Path],
+    picture: Image.Image,
+    tmp_path: Path,
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     models = {"one": (model, processor), "other": (model, processor)}
     pictures = [picture, picture.rotate(90)]
     comparison = compare(models, pictures, QUESTION, layers=[1], attention_word="colour")

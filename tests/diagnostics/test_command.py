@@ -20,8 +20,8 @@ from diagnostics.report import Report
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-# The type of the fixture `composed`, which makes a small model and returns its folder.
-Composed = Callable[..., Path]
+# The type of the fixture `make_model_folder`, which makes a small model and returns its folder.
+MakeModelFolder = Callable[..., Path]
 QUESTIONS = ("what is it?", "<b>which | colour</b>?", "why, and how many of them are there?")
 
 
@@ -48,11 +48,13 @@ def run(*arguments: object) -> None:
 
 
 @pytest.mark.slow
-def test_two_models_side_by_side_and_a_third_that_fails(composed: Composed, data: Path, tmp_path: Path) -> None:
+def test_two_models_side_by_side_and_a_third_that_fails(
+    make_model_folder: MakeModelFolder, data: Path, tmp_path: Path
+) -> None:
     """What was measured before the failure is kept, as the report of the first two models."""
-    without_norm = composed(projector_norm="none")
-    with_norm = composed()
-    broken = shutil.copytree(composed(), tmp_path / "broken")
+    without_norm = make_model_folder(projector_norm="none")
+    with_norm = make_model_folder()
+    broken = shutil.copytree(make_model_folder(), tmp_path / "broken")
     (broken / "model.safetensors").unlink()
 
     output = tmp_path / "report"
@@ -96,55 +98,63 @@ def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_a_second_model_that_is_missing_is_refused_before_the_first_is_loaded(
-    composed: Composed, data: Path, tmp_path: Path, loaded_models: list[object]
+    make_model_folder: MakeModelFolder, data: Path, tmp_path: Path, loaded_models: list[object]
 ) -> None:
     missing = tmp_path / "none"
     output = tmp_path / "report"
     with pytest.raises(SystemExit, match=f"{missing}: there is no such folder"):
-        run("--model", composed(), missing, "--data", data, "--output_dir", output)
+        run("--model", make_model_folder(), missing, "--data", data, "--output_dir", output)
     assert loaded_models == []
     assert not output.exists()
 
 
 def test_a_language_model_is_refused_before_a_model_is_loaded(
-    composed: Composed, backbones: Callable[[str], Path], data: Path, tmp_path: Path, loaded_models: list[object]
+    make_model_folder: MakeModelFolder,
+    backbones: Callable[[str], Path],
+    data: Path,
+    tmp_path: Path,
+    loaded_models: list[object],
 ) -> None:
     output = tmp_path / "report"
     with pytest.raises(SystemExit, match="qwen2 takes no pictures, it has only a tokenizer"):
-        run("--model", composed(), backbones("qwen2"), "--data", data, "--output_dir", output)
+        run("--model", make_model_folder(), backbones("qwen2"), "--data", data, "--output_dir", output)
     assert loaded_models == []
     assert not output.exists()
 
 
 def test_two_models_with_the_same_name_are_refused(
-    composed: Composed, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], loaded_models: list[object]
+    make_model_folder: MakeModelFolder,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    loaded_models: list[object],
 ) -> None:
     output = tmp_path / "report"
     with pytest.raises(SystemExit):
-        run("--model", composed(), composed(), "--data", data, "--output_dir", output)
+        run("--model", make_model_folder(), make_model_folder(), "--data", data, "--output_dir", output)
     assert "two models have the same name" in capsys.readouterr().err
     assert loaded_models == []
     assert not output.exists()
 
 
 def test_data_without_pictures_is_refused_before_a_model_is_loaded(
-    composed: Composed, tmp_path: Path, loaded_models: list[object]
+    make_model_folder: MakeModelFolder, tmp_path: Path, loaded_models: list[object]
 ) -> None:
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
     output = tmp_path / "report"
     with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
-        run("--model", composed(), "--data", texts, "--output_dir", output)
+        run("--model", make_model_folder(), "--data", texts, "--output_dir", output)
     assert loaded_models == []
     assert not output.exists()
 
 
 def test_a_word_that_no_question_has_is_refused_before_a_model_is_loaded(
-    composed: Composed, data: Path, tmp_path: Path, loaded_models: list[object]
+    make_model_folder: MakeModelFolder, data: Path, tmp_path: Path, loaded_models: list[object]
 ) -> None:
     output = tmp_path / "report"
     with pytest.raises(SystemExit, match=r'error: --attention_map: no question .* has "zebra"'):
-        run("--model", composed(), "--data", data, "--attention_map", "zebra", "--output_dir", output)
+        run("--model", make_model_folder(), "--data", data, "--attention_map", "zebra", "--output_dir", output)
     assert loaded_models == []
 
 
@@ -153,21 +163,25 @@ def record_all(model: PreTrainedModel, processor: Any, questions: Sequence[Quest
     return record_questions(model, processor, questions, layers=[0, 1], title="")
 
 
-def test_a_model_in_bfloat16_gives_float32_numbers_that_are_nearly_the_same(data: Path, composed: Composed) -> None:
+def test_a_model_in_bfloat16_gives_float32_numbers_that_are_nearly_the_same(
+    data: Path, make_model_folder: MakeModelFolder
+) -> None:
     questions = load_questions(data, num_samples=1).questions
-    model, processor = load_model(str(composed()), dtype="float32")
+    model, processor = load_model(str(make_model_folder()), dtype="float32")
     (record,) = record_all(model, processor, questions)
 
-    model_in_bfloat16, _ = load_model(str(composed()), dtype="bfloat16")
+    model_in_bfloat16, _ = load_model(str(make_model_folder()), dtype="bfloat16")
     (rounded,) = record_all(model_in_bfloat16, processor, questions)
     assert rounded.layer_norms.dtype == torch.float32
     assert rounded.cosines.dtype == torch.float32
     assert torch.allclose(rounded.layer_norms, record.layer_norms, rtol=0.05)
 
 
-def test_a_model_with_offloaded_weights_gives_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:
+def test_a_model_with_offloaded_weights_gives_the_same_numbers(
+    data: Path, make_model_folder: MakeModelFolder, tmp_path: Path
+) -> None:
     questions = load_questions(data, num_samples=2).questions
-    model, processor = load_model(str(composed()), dtype="float32")
+    model, processor = load_model(str(make_model_folder()), dtype="float32")
     records = record_all(model, processor, questions)
 
     device_map = {
@@ -181,7 +195,7 @@ def test_a_model_with_offloaded_weights_gives_the_same_numbers(data: Path, compo
         "lm_head": "disk",
     }
     offloaded_model = NormLlavaForConditionalGeneration.from_pretrained(
-        composed(), device_map=device_map, offload_folder=tmp_path / "offload", dtype=torch.float32
+        make_model_folder(), device_map=device_map, offload_folder=tmp_path / "offload", dtype=torch.float32
     ).eval()
     offloaded_records = record_all(offloaded_model, processor, questions)
 

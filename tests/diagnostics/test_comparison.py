@@ -18,8 +18,8 @@ from diagnostics.recording import prepare_inputs, record_questions
 from diagnostics.table import COLUMNS
 
 
-# The type of the fixture `composed`, which makes a small model and returns its folder.
-Composed = Callable[..., Path]
+# The type of the fixture `make_model_folder`, which makes a small model and returns its folder.
+MakeModelFolder = Callable[..., Path]
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def record_first(model: PreTrainedModel, processor: Any, questions: list[Questio
     return record_questions(model, processor, questions[:1], layers=[0], title="")[0]
 
 
-def test_a_model_in_memory_stays_as_it_is(composed: Composed, pictures: list[Image.Image]) -> None:
-    model, processor = load_model(str(composed()))
+def test_a_model_in_memory_stays_as_it_is(make_model_folder: MakeModelFolder, pictures: list[Image.Image]) -> None:
+    model, processor = load_model(str(make_model_folder()))
     model.train()
     model.model.vision_tower.eval()
     weights_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -47,9 +47,9 @@ def test_a_model_in_memory_stays_as_it_is(composed: Composed, pictures: list[Ima
         assert torch.equal(tensor, weights_before[name])
 
 
-def test_nothing_is_kept_for_a_backward_pass(composed: Composed, pictures: list[Image.Image]) -> None:
+def test_nothing_is_kept_for_a_backward_pass(make_model_folder: MakeModelFolder, pictures: list[Image.Image]) -> None:
     """A graph for the backward pass would take more memory than asking a question does."""
-    model, processor = load_model(str(composed()))
+    model, processor = load_model(str(make_model_folder()))
     needs_gradient: list[bool] = []
 
     def see_output(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -61,10 +61,10 @@ def test_nothing_is_kept_for_a_backward_pass(composed: Composed, pictures: list[
 
 
 def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
-    composed: Composed, pictures: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: MakeModelFolder, pictures: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saving removes an earlier report's figures from the folder, and no other file."""
-    measured = measure(*load_model(str(composed())), pictures, question="what is it?", name="mine")
+    measured = measure(*load_model(str(make_model_folder())), pictures, question="what is it?", name="mine")
     figures = tmp_path / "figures"
     figures.mkdir()
     (figures / "photo.png").write_bytes(b"a file of the user's")
@@ -81,8 +81,8 @@ def test_a_comparison_is_saved_in_the_place_of_an_earlier_one(
     assert "\nmine:\n- Image embeddings enter with " in str(measured)
 
 
-def test_the_frame_has_means_of_the_rows(composed: Composed, pictures: list[Image.Image]) -> None:
-    models = {name: load_model(str(composed(projector_norm=name))) for name in ("gwc", "none")}
+def test_the_frame_has_means_of_the_rows(make_model_folder: MakeModelFolder, pictures: list[Image.Image]) -> None:
+    models = {name: load_model(str(make_model_folder(projector_norm=name))) for name in ("gwc", "none")}
     measured = compare(models, pictures, num_samples=3)
     assert list(measured.rows.columns) == ["model", *COLUMNS]
     frame = measured.frame()
@@ -97,9 +97,11 @@ def test_the_frame_has_means_of_the_rows(composed: Composed, pictures: list[Imag
     assert means.to_dict() == pytest.approx(expected.to_dict())
 
 
-def test_the_order_of_models_does_not_change_their_rows(composed: Composed, pictures: list[Image.Image]) -> None:
-    with_norm = load_model(str(composed(projector_norm="gwc")))
-    without_norm = load_model(str(composed(projector_norm="none")))
+def test_the_order_of_models_does_not_change_their_rows(
+    make_model_folder: MakeModelFolder, pictures: list[Image.Image]
+) -> None:
+    with_norm = load_model(str(make_model_folder(projector_norm="gwc")))
+    without_norm = load_model(str(make_model_folder(projector_norm="none")))
     rows = compare({"with": with_norm, "without": without_norm}, pictures, num_samples=3).rows
     rows_in_other_order = compare({"without": without_norm, "with": with_norm}, pictures, num_samples=3).rows
 
@@ -109,8 +111,10 @@ def test_the_order_of_models_does_not_change_their_rows(composed: Composed, pict
         pd.testing.assert_frame_equal(rows_of_model, expected)
 
 
-def test_an_error_names_the_model_or_the_picture(composed: Composed, pictures: list[Image.Image]) -> None:
-    model, processor = load_model(str(composed()))
+def test_an_error_names_the_model_or_the_picture(
+    make_model_folder: MakeModelFolder, pictures: list[Image.Image]
+) -> None:
+    model, processor = load_model(str(make_model_folder()))
     with pytest.raises(DiagnosticsError, match=r"^mine: It has layers 0 to 1, got --layers 9"):
         measure(model, processor, pictures, name="mine", layers=[9])
 
@@ -136,10 +140,12 @@ def test_pictures_in_memory_give_the_same_questions_as_a_folder(pictures: list[I
     assert [question.prompt for question in in_memory] == [question.prompt for question in in_folder]
 
 
-def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], composed: Composed) -> None:
+def test_chat_tokens_without_a_role_are_no_text(
+    pictures: list[Image.Image], make_model_folder: MakeModelFolder
+) -> None:
     """Llama 3 has such tokens: its tokenizer marks them as special, but no role in its config names them."""
     questions = questions_about(pictures, "what is it?", 1).questions
-    model, processor = load_model(str(composed()))
+    model, processor = load_model(str(make_model_folder()))
     record_with_roles = record_first(model, processor, questions)
 
     processor.tokenizer._extra_special_tokens = []  # the chat tokens now have no role
@@ -149,20 +155,22 @@ def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], com
 
 
 def test_without_a_chat_template_the_prompt_is_the_picture_and_the_text(
-    pictures: list[Image.Image], composed: Composed
+    pictures: list[Image.Image], make_model_folder: MakeModelFolder
 ) -> None:
     questions = questions_about(pictures, "what is it?", 1).questions
-    model, processor = load_model(str(composed()))
+    model, processor = load_model(str(make_model_folder()))
     processor.chat_template = None
     record = record_first(model, processor, questions)
     image_tokens = "<|image_pad|>" * 4  # the picture has 2 x 2 patches
     assert processor.tokenizer.decode(record.input_ids) == f"{image_tokens}\nwhat is it?"
 
 
-def test_labels_that_a_processor_returns_are_left_out(pictures: list[Image.Image], composed: Composed) -> None:
+def test_labels_that_a_processor_returns_are_left_out(
+    pictures: list[Image.Image], make_model_folder: MakeModelFolder
+) -> None:
     """PaliGemma's processor returns labels, which are for training."""
     (question,) = questions_about(pictures, "what is it?", 1).questions
-    model, _ = load_model(str(composed()))
+    model, _ = load_model(str(make_model_folder()))
 
     def process(**options: Any) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.ones(1, 2), "labels": torch.ones(1, 2)}

@@ -28,11 +28,11 @@ def data(tmp_path: Path, picture: Image.Image) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, composed: Callable[..., Path]) -> Path:
+def run(tmp_path: Path, make_model_folder: Callable[..., Path]) -> Path:
     """A run's folder. Only checkpoint 10 has a norm module after the projector, so the two checkpoints differ."""
     folder = tmp_path / "run"
-    shutil.copytree(composed(projector_norm="none"), folder / "checkpoint-5")
-    shutil.copytree(composed(projector_norm="gwc"), folder / "checkpoint-10")
+    shutil.copytree(make_model_folder(projector_norm="none"), folder / "checkpoint-5")
+    shutil.copytree(make_model_folder(projector_norm="gwc"), folder / "checkpoint-10")
     return folder
 
 
@@ -48,9 +48,9 @@ def rows_of_step(table: pd.DataFrame, step: int) -> pd.DataFrame:
 
 
 def test_the_file_has_the_measures_of_start_and_checkpoints(
-    run: Path, data: Path, composed: Callable[..., Path]
+    run: Path, data: Path, make_model_folder: Callable[..., Path]
 ) -> None:
-    start = str(composed())  # the same model as checkpoint 10
+    start = str(make_model_folder())  # the same model as checkpoint 10
     table = measure_run(run, data, "--start", start)
     assert (run / "dynamics.png").stat().st_size > 10_000  # bytes: the figure isn't empty
     assert table["step"].unique().tolist() == [0, 5, 10]

@@ -173,9 +173,9 @@ def test_a_folder_with_a_json_file_holds_rows(tmp_path: Path) -> None:
     assert question.source == f"{tmp_path}, row 0"
 
 
-def copy_model(composed: Callable[..., Path], tmp_path: Path) -> Path:
+def copy_model(make_model_folder: Callable[..., Path], tmp_path: Path) -> Path:
     """A copy of the composed model's folder, which a test may change."""
-    return shutil.copytree(composed(), tmp_path / "model")
+    return shutil.copytree(make_model_folder(), tmp_path / "model")
 
 
 def error_on_loading(folder: Path) -> str:
@@ -193,8 +193,10 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None
     assert "Unrecognized" in error_on_loading(tmp_path)
 
 
-def test_a_model_of_an_unknown_type_is_refused_in_one_line(composed: Callable[..., Path], tmp_path: Path) -> None:
-    folder = copy_model(composed, tmp_path)
+def test_a_model_of_an_unknown_type_is_refused_in_one_line(
+    make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = copy_model(make_model_folder, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = "nope"
     del config["auto_map"]  # `auto_map` names the model's class, so the type would not matter
@@ -203,9 +205,9 @@ def test_a_model_of_an_unknown_type_is_refused_in_one_line(composed: Callable[..
 
 
 def test_a_model_without_some_of_its_weights_is_refused_in_one_line(
-    composed: Callable[..., Path], tmp_path: Path
+    make_model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = copy_model(composed, tmp_path)
+    folder = copy_model(make_model_folder, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.multi_modal_projector.norm.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -131,8 +131,8 @@ def values_of(swept: pd.DataFrame) -> pd.Series:
 
 
 @pytest.fixture
-def processor(composed: Callable[..., Path]) -> Any:
-    return AutoProcessor.from_pretrained(composed())
+def processor(make_model_folder: Callable[..., Path]) -> Any:
+    return AutoProcessor.from_pretrained(make_model_folder())
 
 
 @pytest.fixture
@@ -296,10 +296,10 @@ def run_sweep(model: Path, data: Path, output_dir: Path) -> tuple[pd.DataFrame, 
 
 
 def test_the_command_with_rows_that_have_answers(
-    composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_model_folder: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("diagnostics.tokens.SINK_FACTOR", 1.01)  # so that some image tokens are sinks
-    rows, page = run_sweep(composed(), data, tmp_path / "report")
+    rows, page = run_sweep(make_model_folder(), data, tmp_path / "report")
 
     assert set(rows["control"]) == {OWN_PICTURE, BLANK_PICTURE, OTHER_PICTURE}
     assert {"named", "attention_update", "mlp_update"} <= set(rows["measure"])
@@ -316,7 +316,7 @@ def test_the_command_with_rows_that_have_answers(
 
 
 def test_the_command_with_pictures_and_a_model_without_a_norm_before_its_mlp(
-    composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_model_folder: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """There are no answers to score, and what attention adds can't be told apart from what the MLP adds."""
     pictures = tmp_path / "pictures"
@@ -324,7 +324,7 @@ def test_the_command_with_pictures_and_a_model_without_a_norm_before_its_mlp(
     for path in data.parent.glob("*.png"):
         path.rename(pictures / path.name)
     monkeypatch.setattr(hooks, "MLP_NORMS", ())
-    rows, page = run_sweep(composed(), pictures, tmp_path / "report")
+    rows, page = run_sweep(make_model_folder(), pictures, tmp_path / "report")
 
     assert set(rows["control"]) == {OWN_PICTURE}
     assert {"named", "attention_update", "mlp_update"}.isdisjoint(rows["measure"])

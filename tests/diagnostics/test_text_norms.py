@@ -26,20 +26,20 @@ def read_embeddings(folder: Path) -> torch.Tensor:
 
 def test_a_language_model_beside_two_models_composed_from_it(
     backbones: Callable[[str], Path],
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One model is only composed. In the other, the embeddings are 1.5 times as large, and one embedding is 0."""
     base = backbones("qwen2")
-    trained = shutil.copytree(composed(), tmp_path / "trained")
+    trained = shutil.copytree(make_model_folder(), tmp_path / "trained")
     weights = load_file(trained / "model.safetensors")
     name = find_embeddings(weights)
     weights[name] = 1.5 * weights[name]
     weights[name][3] = 0
     save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
 
-    main(["--model", str(base), str(composed()), str(trained), "--output_dir", str(tmp_path / "norms")])
+    main(["--model", str(base), str(make_model_folder()), str(trained), "--output_dir", str(tmp_path / "norms")])
 
     table = pd.read_csv(tmp_path / "norms" / "text_norms.csv").set_index("model")
     norms_of_base = torch.linalg.norm(read_embeddings(base).double(), dim=-1)
@@ -48,7 +48,9 @@ def test_a_language_model_beside_two_models_composed_from_it(
     assert row_of_base["standard_deviation"] == pytest.approx(norms_of_base.numpy().std(), rel=1e-5)
     assert row_of_base["embeddings"] == len(norms_of_base)
 
-    assert table.loc[str(composed()), "ratio"] == pytest.approx(1, rel=1e-6)  # composing leaves embeddings as they are
+    assert table.loc[str(make_model_folder()), "ratio"] == pytest.approx(
+        1, rel=1e-6
+    )  # composing leaves embeddings as they are
 
     norms_of_trained = torch.linalg.norm(read_embeddings(trained).double(), dim=-1)
     nonzero = norms_of_trained[norms_of_trained > 0]

@@ -23,11 +23,11 @@ DPO, GRPO = [code for _, code in fences(PAGE)]
 
 
 @pytest.fixture
-def quickstart_folder(composed: Callable[..., Path], tmp_path: Path) -> Path:
+def quickstart_folder(make_model_folder: Callable[..., Path], tmp_path: Path) -> Path:
     """A folder with a small random model and 64 rows, at the paths where the quickstart writes its model and rows."""
     data = tmp_path / "runs/digits/data"
     data.mkdir(parents=True)
-    model_folder = composed()
+    model_folder = make_model_folder()
     (tmp_path / "runs/digits/stage2").symlink_to(model_folder)
     rows = []
     for number in range(64):

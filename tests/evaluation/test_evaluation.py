@@ -245,11 +245,11 @@ def test_a_report_in_another_form_is_named(tmp_path: Path) -> None:
         read_result(tmp_path, DIGITS, SETTINGS, make_model(tmp_path))
 
 
-def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: Callable[..., Path]) -> None:
+def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, make_model_folder: Callable[..., Path]) -> None:
     monkeypatch.undo()  # without the fixture `harness_versions`, versions are looked up for real
     monkeypatch.setitem(harness.MODULES, "lmms-eval", "no_such_harness")
     with pytest.raises(SystemExit, match=r"^error: no_such_harness missing: pip install -e '.\[evaluation\]'"):
-        command_line.main([str(composed()), "--tasks", "digits", "--limit", "1"])
+        command_line.main([str(make_model_folder()), "--tasks", "digits", "--limit", "1"])
 
 
 @pytest.mark.parametrize(
@@ -264,17 +264,17 @@ def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: C
     ],
 )
 def test_files_that_answers_depend_on_change_the_fingerprint(
-    name: str, composed: Callable[..., Path], tmp_path: Path
+    name: str, make_model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+    folder = Path(shutil.copytree(make_model_folder(), tmp_path / "model"))
     fingerprint = open_model(str(folder)).fingerprint
     with (folder / name).open("ab") as file:
         file.write(b" ")
     assert open_model(str(folder)).fingerprint != fingerprint
 
 
-def test_other_files_do_not_change_the_fingerprint(composed: Callable[..., Path], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+def test_other_files_do_not_change_the_fingerprint(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(make_model_folder(), tmp_path / "model"))
     fingerprint = open_model(str(folder)).fingerprint
     (folder / "evaluation.json").write_text("[]")
     assert open_model(str(folder)).fingerprint == fingerprint
@@ -288,24 +288,26 @@ def test_a_folder_without_weights_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["lr=1e-3,wd=0", "Bob's", '"best"', "stage2[1]", "{stage2}"])
 def test_a_path_that_harnesses_would_split_is_refused_before_anything_runs(
-    name: str, composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, make_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(shutil.copytree(composed(), tmp_path / name))
+    folder = Path(shutil.copytree(make_model_folder(), tmp_path / name))
     monkeypatch.setattr(command_line, "run_task", lambda *_: pytest.fail("a task was run"))
     with pytest.raises(SystemExit, match=r"^error: .*can't take a path with . in it: rename the folder"):
-        command_line.main([str(composed()), str(folder)])
+        command_line.main([str(make_model_folder()), str(folder)])
 
 
-def test_a_link_to_a_folder_with_a_refused_path_is_taken(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_link_to_a_folder_with_a_refused_path_is_taken(
+    make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
     """The error for a refused path advises to make such a link."""
-    folder = shutil.copytree(composed(), tmp_path / "stage2[1]")
+    folder = shutil.copytree(make_model_folder(), tmp_path / "stage2[1]")
     (tmp_path / "link").symlink_to(folder)
     assert open_model(str(tmp_path / "link")).path == tmp_path / "link"
 
 
-def test_an_equals_sign_in_a_path_is_taken(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_equals_sign_in_a_path_is_taken(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
     """Both harnesses split `pretrained=<folder>` at the first equals sign only."""
-    folder = Path(shutil.copytree(composed(), tmp_path / "lr=1e-3"))
+    folder = Path(shutil.copytree(make_model_folder(), tmp_path / "lr=1e-3"))
     assert open_model(str(folder)).path == folder
 
 
@@ -467,10 +469,13 @@ def test_a_result_is_kept_if_the_next_run_fails(
 
 
 def test_a_failed_task_fails_the_command_and_not_the_other_tasks(
-    started_tasks: list[str], composed: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    started_tasks: list[str],
+    make_model_folder: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first = str(shutil.copytree(composed(), tmp_path / "first"))
-    second = str(shutil.copytree(composed(), tmp_path / "second"))
+    first = str(shutil.copytree(make_model_folder(), tmp_path / "first"))
+    second = str(shutil.copytree(make_model_folder(), tmp_path / "second"))
     with pytest.raises(SystemExit, match=rf"^Failed: {first}: pope, {second}: pope\."):
         command_line.main([first, second, "--tasks", "digits", "pope", "digits"])
 
@@ -488,9 +493,9 @@ USER_ROWS = [{"task": "own", "value": 0.5, "seed": 42}, {"task": "other", "value
 
 
 @pytest.fixture
-def model_folder(composed: Callable[..., Path], tmp_path: Path) -> Path:
+def model_folder(make_model_folder: Callable[..., Path], tmp_path: Path) -> Path:
     """A model's folder, with the user's rows in its evaluation.json."""
-    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+    folder = Path(shutil.copytree(make_model_folder(), tmp_path / "model"))
     (folder / "evaluation.json").write_text(json.dumps(USER_ROWS))
     return folder
 

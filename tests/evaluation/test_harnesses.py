@@ -156,16 +156,16 @@ def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
 
 
 def test_both_harnesses_and_the_report_get_the_same_answers(
-    run_module: RunModule, composed: Callable[..., Path], digits_folder: Path, tmp_path: Path
+    run_module: RunModule, make_model_folder: Callable[..., Path], digits_folder: Path, tmp_path: Path
 ) -> None:
     # The questions can't be split evenly into batches of 7, neither all 100 nor the 50 of each of two processes.
     options = ["--tasks", "digits", "digits_lm_eval", "--batch_size", "7"]
     for num_processes in ("1", "2"):
-        folder = shutil.copytree(composed(), tmp_path / num_processes / "model")
+        folder = shutil.copytree(make_model_folder(), tmp_path / num_processes / "model")
         completed = run_module(digits_folder, "evaluation", folder, *options, "--num_processes", num_processes)
         assert completed.returncode == 0, completed.stderr[-5000:]
 
-    expected = ask_as_the_report_does(composed(), digits_folder / "runs/digits/data")
+    expected = ask_as_the_report_does(make_model_folder(), digits_folder / "runs/digits/data")
     assert len(expected) == NUM_QUESTIONS
     assert len(set(expected)) > 1  # otherwise answers in a wrong order would pass too
 

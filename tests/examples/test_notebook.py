@@ -48,13 +48,13 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_diagnose_measures_models(
-    composed: Callable[..., Path], picture: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], picture: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(4):  # four different pictures
         picture.rotate(90 * number).save(tmp_path / f"{number}.png")
 
     notebook = nbformat.read(DIAGNOSE, as_version=4)
-    models = {"with norm": str(composed()), "without norm": str(composed(projector_norm="none"))}
+    models = {"with norm": str(make_model_folder()), "without norm": str(make_model_folder(projector_norm="none"))}
     set_parameters(notebook, MODELS=models, DATA=str(tmp_path))
     # The last cell writes a report into a folder of the repository. Here it gets another folder.
     last_cell = code_cells(notebook)[-1]

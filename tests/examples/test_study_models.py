@@ -36,9 +36,9 @@ from script_runs import FAST, INSTRUCT, dump_recipe, load_weights
 # The arms' models and learning rates
 
 
-def test_all_arms_start_from_the_shared_projector(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_all_arms_start_from_the_shared_projector(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
     # A seed's shared start. Its file says that the projector's second layer was divided by k = 4.
-    model_folder = composed(projector_norm="none")
+    model_folder = make_model_folder(projector_norm="none")
     shared = NormLlavaForConditionalGeneration.from_pretrained(model_folder)
     shared.save_pretrained(tmp_path)
     AutoProcessor.from_pretrained(model_folder).save_pretrained(tmp_path)
@@ -127,7 +127,7 @@ def test_dividing_weights_and_rate_by_k_is_the_same_as_a_multiplier_of_one_over_
 
 
 @pytest.fixture
-def trained_one_step(composed: Callable[..., Path], tmp_path: Path) -> Path:
+def trained_one_step(make_model_folder: Callable[..., Path], tmp_path: Path) -> Path:
     """The folder of a model after one step, in which the projector's layers had the learning rates 1e-3 and 4e-3."""
     Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "red"}]
@@ -137,7 +137,7 @@ def trained_one_step(composed: Callable[..., Path], tmp_path: Path) -> Path:
     fields: dict[str, Any] = {
         **FAST,  # makes training fast on a CPU
         **INSTRUCT,  # trains as in stage 2
-        "model_name_or_path": str(composed()),
+        "model_name_or_path": str(make_model_folder()),
         "dataset_name": str(tmp_path / "data.json"),
         "output_dir": str(tmp_path / "out"),
         "max_steps": 1,
@@ -151,9 +151,11 @@ def trained_one_step(composed: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_the_second_layer_learns_at_its_own_rate(composed: Callable[..., Path], trained_one_step: Path) -> None:
+def test_the_second_layer_learns_at_its_own_rate(
+    make_model_folder: Callable[..., Path], trained_one_step: Path
+) -> None:
     """Adam's first step moves every weight by the learning rate, so the largest change shows that rate."""
-    before = load_weights(composed())
+    before = load_weights(make_model_folder())
     after = load_weights(trained_one_step)
     for layer, rate in (("linear_1", 1e-3), ("linear_2", 4e-3)):
         name = f"model.multi_modal_projector.{layer}.weight"
@@ -224,12 +226,12 @@ def test_a_name_is_right_for_its_drawing_and_for_a_near_copy(
 
 
 def test_tokens_point_at_the_name_that_they_are_made_from(
-    composed: Callable[..., Path], pictures_folder: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], pictures_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["ant", "bee", "cat"]
     write_list(pictures_folder, {"twemoji": names, "emojione": names})
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
-    processor = AutoProcessor.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).eval()
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     embedding_norms = model.get_input_embeddings().weight.norm(dim=-1)
     text_norm = embedding_norms[embedding_norms > 0].mean()  # T, without rows of zeros, which stand for no token
 

@@ -42,13 +42,13 @@ EVALUATION = {
 
 
 @pytest.fixture(scope="session")
-def trained_run(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(make_model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run as training leaves it: a model, made-up records, and files that must not be published.
 
     Treat it as read-only.
     """
     run = tmp_path_factory.mktemp("trained") / "stage2"
-    shutil.copytree(composed(), run)  # a small random model
+    shutil.copytree(make_model_folder(), run)  # a small random model
 
     # A log of eight steps.
     (run / "trainer_state.json").write_text(json.dumps({"global_step": 8, "log_history": []}))

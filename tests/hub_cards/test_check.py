@@ -144,9 +144,9 @@ def test_a_build_lists_all_faults_and_leaves_no_folder(trained_run: Path, prose:
 
 @pytest.mark.parametrize(("vision", "text"), [("siglip2", "llama"), ("clip", "qwen3"), ("siglip", "gemma3")])
 def test_composed_models_of_other_families_have_no_faults(
-    vision: str, text: str, composed: Callable[..., Path]
+    vision: str, text: str, make_model_folder: Callable[..., Path]
 ) -> None:
-    folder = composed(vision=vision, text=text)
+    folder = make_model_folder(vision=vision, text=text)
     assert find_model_faults(folder, read_weights(folder)) == []
 
 

@@ -33,9 +33,9 @@ from strangers import ask_as_stranger, ask_here
 
 
 @pytest.fixture(scope="module")
-def run(composed: Callable[..., Path]) -> Path:
+def run(make_model_folder: Callable[..., Path]) -> Path:
     """The folder of a model without a norm layer. Treat it as read-only."""
-    return composed(projector_norm="none")
+    return make_model_folder(projector_norm="none")
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,10 @@ def test_a_model_without_a_norm_layer_is_a_plain_llava(run: Path) -> None:
     ids=str,
 )
 def test_a_model_with_what_llava_lacks_is_no_plain_llava(
-    options: dict[str, Any], composed: Callable[..., Path]
+    options: dict[str, Any], make_model_folder: Callable[..., Path]
 ) -> None:
     all_options = {"projector_norm": "none", **options}
-    assert not is_plain(composed(**all_options))
+    assert not is_plain(make_model_folder(**all_options))
 
 
 def test_a_model_with_a_new_config_field_is_no_plain_llava(run: Path) -> None:
@@ -90,10 +90,10 @@ def test_a_model_with_a_new_config_field_is_no_plain_llava(run: Path) -> None:
     ("vision", "text"), [("siglip", "qwen2"), ("siglip2", "llama"), ("clip", "qwen3"), ("dinov2", "gemma3")]
 )
 def test_llavas_class_has_the_tensors_of_the_run(
-    vision: str, text: str, composed: Callable[..., Path], prose: Path, tmp_path: Path
+    vision: str, text: str, make_model_folder: Callable[..., Path], prose: Path, tmp_path: Path
 ) -> None:
     """The weight files of run and release name tensors differently, so the loaded tensors are compared."""
-    run = composed(vision=vision, text=text, projector_norm="none")
+    run = make_model_folder(vision=vision, text=text, projector_norm="none")
     build_release(run, tmp_path / "release", BuildOptions(repo_id=REPO_ID, prose=prose, license="apache-2.0"))
     assert find_faults(tmp_path / "release") == []
 

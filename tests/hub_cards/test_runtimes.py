@@ -33,9 +33,9 @@ from strangers import ask_as_stranger, ask_here
     ],
 )
 def test_a_release_answers_as_the_run(
-    options: dict[str, Any], composed: Callable[..., Path], prose: Path, picture: Image.Image, tmp_path: Path
+    options: dict[str, Any], make_model_folder: Callable[..., Path], prose: Path, picture: Image.Image, tmp_path: Path
 ) -> None:
-    run = composed(**options)
+    run = make_model_folder(**options)
     release = tmp_path / "release"
     build_release(run, release, BuildOptions(repo_id="me/Mine", prose=prose, license="apache-2.0"))
     assert find_faults(release) == []

@@ -116,12 +116,12 @@ def test_an_answer_without_words_has_an_empty_figure(words_module: ModuleType) -
 )
 def test_models_of_each_kind_are_served(
     options: dict[str, Any],
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
     release: Path,
     picture: Image.Image,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    app = import_app(monkeypatch, composed(**options), release.with_name("release-space"))
+    app = import_app(monkeypatch, make_model_folder(**options), release.with_name("release-space"))
     text, figure = app.answer(picture, "what is it?")
     assert text
     assert len(figure.axes[0].patches) > 0

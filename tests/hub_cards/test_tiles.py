@@ -25,9 +25,9 @@ MAX_TILES = 4
 
 
 @pytest.fixture(scope="module")
-def run(composed: Callable[..., Path]) -> Path:
+def run(make_model_folder: Callable[..., Path]) -> Path:
     """The folder of a model whose pictures are cut into four tiles at most. Treat it as read-only."""
-    return composed(max_tiles=MAX_TILES)
+    return make_model_folder(max_tiles=MAX_TILES)
 
 
 @pytest.fixture(scope="module")

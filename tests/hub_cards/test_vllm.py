@@ -43,9 +43,9 @@ def build_as_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_with_key_adapters_is_refused_when_vllm_builds_it(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
     model = add_key_adapters(model, rank=4, alpha=32, dropout=0.05)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"vLLM can't run key adapters.*Serve with transformers"):
@@ -53,9 +53,9 @@ def test_a_model_with_key_adapters_is_refused_when_vllm_builds_it(
 
 
 def test_a_model_without_key_adapters_is_built_by_vllm(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
     model.save_pretrained(tmp_path)
     build_as_vllm(tmp_path, monkeypatch)  # raises no error
 

@@ -45,13 +45,13 @@ def load_with_random_adapters(folder: Path) -> NormLlavaForConditionalGeneration
 
 
 @pytest.fixture
-def model(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
-    return load_with_random_adapters(composed())
+def model(make_model_folder: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
+    return load_with_random_adapters(make_model_folder())
 
 
 @pytest.fixture
-def processor(composed: Callable[..., Path]) -> Any:
-    return AutoProcessor.from_pretrained(composed())
+def processor(make_model_folder: Callable[..., Path]) -> Any:
+    return AutoProcessor.from_pretrained(make_model_folder())
 
 
 @pytest.fixture
@@ -82,8 +82,10 @@ def updates_by_formula(adapter: KeyAdapter, states: torch.Tensor, is_image_token
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_new_adapters_change_nothing(composed: Callable[..., Path], picture: Image.Image, family: str) -> None:
-    folder = composed(text=family)
+def test_new_adapters_change_nothing(
+    make_model_folder: Callable[..., Path], picture: Image.Image, family: str
+) -> None:
+    folder = make_model_folder(text=family)
     processor = AutoProcessor.from_pretrained(folder)
     inputs = inputs_for(processor, [[picture]], ["What?"])
     plain_model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
@@ -98,21 +100,21 @@ def test_new_adapters_change_nothing(composed: Callable[..., Path], picture: Ima
     assert torch.equal(adapted_model.generate(**inputs, max_new_tokens=5, do_sample=False), answer)
 
 
-def test_the_matrix_a_of_new_adapters_is_not_zero(composed: Callable[..., Path]) -> None:
+def test_the_matrix_a_of_new_adapters_is_not_zero(make_model_folder: Callable[..., Path]) -> None:
     """With A and B both zero, neither would get a gradient."""
-    plain_model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    plain_model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
     adapted_model = add_key_adapters(plain_model, RANK, ALPHA, dropout=0.0)
     for layer in adapted_model.model.language_model.layers:
         assert layer.self_attn.k_proj.key_adapter.down.abs().max() > 0
 
 
-def test_a_checkpoint_without_adapters_is_refused(composed: Callable[..., Path]) -> None:
+def test_a_checkpoint_without_adapters_is_refused(make_model_folder: Callable[..., Path]) -> None:
     """Otherwise the adapters' weights would be uninitialised."""
-    fields = NormLlavaConfig.from_pretrained(composed()).to_dict()
+    fields = NormLlavaConfig.from_pretrained(make_model_folder()).to_dict()
     del fields["model_type"]  # NormLlavaKeyAdapterConfig has its own
     config = NormLlavaKeyAdapterConfig(**fields)
     with pytest.raises(ValueError, match=r"Weights missing: .* of language_model"):
-        NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(composed(), config=config)
+        NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(make_model_folder(), config=config)
 
 
 def test_keys_and_gradients_follow_the_formula(model: NormLlavaForConditionalGeneration) -> None:
@@ -135,9 +137,9 @@ def test_keys_and_gradients_follow_the_formula(model: NormLlavaForConditionalGen
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_batch_has_its_image_tokens_marked(
-    composed: Callable[..., Path], picture: Image.Image, family: str
+    make_model_folder: Callable[..., Path], picture: Image.Image, family: str
 ) -> None:
-    folder = composed(text=family)
+    folder = make_model_folder(text=family)
     model = load_with_random_adapters(folder)
     processor = AutoProcessor.from_pretrained(folder)
     inputs = inputs_for(processor, [[picture], [picture, picture], []], ["Say.", "What is this picture of?", "Text."])
@@ -293,10 +295,12 @@ def test_a_saved_folder_loads_without_this_repository(
         assert torch.equal(model(**inputs).logits, torch.load(tmp_path / "again" / "logits.pt"))
 
 
-def test_the_command_adds_adapters_and_changes_no_weight(composed: Callable[..., Path], tmp_path: Path) -> None:
-    start = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+def test_the_command_adds_adapters_and_changes_no_weight(
+    make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    start = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.bfloat16)
     start.save_pretrained(tmp_path / "start")
-    AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path / "start")
+    AutoProcessor.from_pretrained(make_model_folder()).save_pretrained(tmp_path / "start")
 
     options = [
         f"--model={tmp_path / 'start'}",

@@ -96,8 +96,8 @@ def test_without_a_target_the_gain_starts_at_1(model: NormLlavaForConditionalGen
     assert torch.equal(norm.weight, torch.ones(32))
 
 
-def test_without_the_norm_the_model_is_llava(composed: Callable[..., Path], picture: Image.Image) -> None:
-    folder = composed(projector_norm="none")
+def test_without_the_norm_the_model_is_llava(make_model_folder: Callable[..., Path], picture: Image.Image) -> None:
+    folder = make_model_folder(projector_norm="none")
     model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     inputs = inputs_for(processor, [[picture]], ["What is it?"])
@@ -111,9 +111,9 @@ def test_without_the_norm_the_model_is_llava(composed: Callable[..., Path], pict
 
 @torch.no_grad()
 def test_with_the_norm_logits_differ_and_tokens_have_the_target_norm(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+    model: NormLlavaForConditionalGeneration, make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     inputs = inputs_for(processor, [[picture]], ["What is it?"])
     llava = make_plain_llava(model)
     assert not torch.allclose(model(**inputs).logits, llava(**inputs).logits, atol=1e-3)
@@ -179,9 +179,13 @@ def copy_without_weight(source: Path, folder: Path, dropped_name: str) -> Path:
     ],
 )
 def test_a_missing_weight_is_refused(
-    composed: Callable[..., Path], tmp_path: Path, dropped_name: str, part: str, model_class: type[PreTrainedModel]
+    make_model_folder: Callable[..., Path],
+    tmp_path: Path,
+    dropped_name: str,
+    part: str,
+    model_class: type[PreTrainedModel],
 ) -> None:
-    folder = copy_without_weight(composed(), tmp_path / "gap", dropped_name)
+    folder = copy_without_weight(make_model_folder(), tmp_path / "gap", dropped_name)
     message = f"missing: 1 of {part}, first"
     with pytest.raises(ValueError, match=message):
         model_class.from_pretrained(folder)
@@ -189,21 +193,25 @@ def test_a_missing_weight_is_refused(
         model_class.from_pretrained(folder, output_loading_info=True)
 
 
-def test_a_missing_lm_head_is_refused_by_the_class_that_has_one(composed: Callable[..., Path], tmp_path: Path) -> None:
-    folder = copy_without_weight(composed(), tmp_path / "headless", "lm_head.weight")
+def test_a_missing_lm_head_is_refused_by_the_class_that_has_one(
+    make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = copy_without_weight(make_model_folder(), tmp_path / "headless", "lm_head.weight")
     NormLlavaModel.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"lm_head, first 'lm_head\.weight'"):
         NormLlavaForConditionalGeneration.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight"])
-def test_a_weight_that_the_model_lacks_is_refused(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
+def test_a_weight_that_the_model_lacks_is_refused(
+    make_model_folder: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
     """The model's head has no bias, and its decoder's layers are 0 and 1."""
 
     def add_weight(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {**weights, name: torch.ones(3)}  # any size will do
 
-    folder = copy_with_changed_weights(composed(), tmp_path / "more", add_weight)
+    folder = copy_with_changed_weights(make_model_folder(), tmp_path / "more", add_weight)
     # NormLlavaModel's message has the name without "model.".
     name_in_both_messages = re.escape(name.removeprefix("model."))
     for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):
@@ -212,9 +220,11 @@ def test_a_weight_that_the_model_lacks_is_refused(composed: Callable[..., Path],
 
 
 def test_a_checkpoint_in_shards_with_a_tied_head_loads_in_all_ways(
-    composed: Callable[..., Path], tmp_path: Path
+    make_model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    saved = NormLlavaForConditionalGeneration.from_pretrained(composed(text="gemma3"))  # Gemma 3's head is tied
+    saved = NormLlavaForConditionalGeneration.from_pretrained(
+        make_model_folder(text="gemma3")
+    )  # Gemma 3's head is tied
     saved.save_pretrained(tmp_path, max_shard_size="20KB")
     num_shards = len(list(tmp_path.glob("model-*.safetensors")))
     assert num_shards > 1
@@ -234,21 +244,21 @@ def test_a_checkpoint_in_shards_with_a_tied_head_loads_in_all_ways(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-def test_the_loading_info_of_a_whole_checkpoint_is_empty(composed: Callable[..., Path], family: str) -> None:
-    folder = composed(text=family)
+def test_the_loading_info_of_a_whole_checkpoint_is_empty(make_model_folder: Callable[..., Path], family: str) -> None:
+    folder = make_model_folder(text=family)
     _, loading_info = NormLlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not any(loading_info.values())  # no weight is missing, unexpected or of another shape
 
 
-def test_a_model_can_be_loaded_without_its_norm(composed: Callable[..., Path]) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), projector_norm="none")
+def test_a_model_can_be_loaded_without_its_norm(make_model_folder: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), projector_norm="none")
     assert isinstance(model.model.multi_modal_projector.norm, torch.nn.Identity)
 
 
 def test_a_batch_is_answered_like_each_prompt_alone(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+    model: NormLlavaForConditionalGeneration, make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     turned_picture = picture.transpose(Image.Transpose.ROTATE_180)
     images = [[picture], [picture, turned_picture], []]
     texts = ["Say.", "What is this picture of?", "A text alone."]
@@ -322,9 +332,9 @@ torch.save(logits[source], again + "/logits.pt")
 
 @pytest.mark.parametrize("max_tiles", [1, 4])
 def test_a_saved_folder_loads_without_this_repository(
-    composed: Callable[..., Path], tmp_path: Path, max_tiles: int
+    make_model_folder: Callable[..., Path], tmp_path: Path, max_tiles: int
 ) -> None:
-    source = composed(vision="clip", max_tiles=max_tiles)
+    source = make_model_folder(vision="clip", max_tiles=max_tiles)
     again = tmp_path / "again"
     command = [sys.executable, "-c", RELOADING_PROGRAM, str(source), str(again)]
     # Python imports from the working directory first, so the repository's root must not be the working directory.

@@ -23,9 +23,9 @@ NUM_TILES = {
 
 
 @pytest.fixture
-def folder(composed: Callable[..., Path]) -> Path:
+def folder(make_model_folder: Callable[..., Path]) -> Path:
     """The folder of a model whose pictures are cut into six tiles at most."""
-    return composed(max_tiles=6)
+    return make_model_folder(max_tiles=6)
 
 
 def make_picture(size: tuple[int, int]) -> Image.Image:

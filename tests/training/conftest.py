@@ -1,6 +1,6 @@
 """Data and runs that the tests of training share.
 
-The fixture `composed`, in tests/conftest.py, is a function that returns the folder of a tiny model.
+The fixture `make_model_folder`, in tests/conftest.py, is a function that returns the folder of a tiny model.
 """
 
 import json
@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished_fields(
-    composed: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory
+    make_model_folder: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The recipe fields of a run that has finished.
 
@@ -50,7 +50,7 @@ def finished_fields(
     folder, so a test must not write to it.
     """
     folder = tmp_path_factory.mktemp("finished")
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    fields = {**INSTRUCT, "model_name_or_path": str(make_model_folder()), "dataset_name": str(data), "save_steps": 3}
     fields["output_dir"] = str(folder / "out")
     run(folder, **fields)
     return fields

@@ -29,9 +29,9 @@ QLORA = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "
 
 
 @pytest.fixture
-def quantized_model(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
+def quantized_model(make_model_folder: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
     return NormLlavaForConditionalGeneration.from_pretrained(
-        composed(), dtype=torch.float32, quantization_config=quantization_config(torch.float32)
+        make_model_folder(), dtype=torch.float32, quantization_config=quantization_config(torch.float32)
     )
 
 
@@ -44,10 +44,10 @@ def test_only_the_decoders_linear_layers_are_quantized(quantized_model: NormLlav
 
 
 def test_the_table_of_a_stage_counts_quantized_weights(
-    composed: Callable[..., Path], quantized_model: NormLlavaForConditionalGeneration
+    make_model_folder: Callable[..., Path], quantized_model: NormLlavaForConditionalGeneration
 ) -> None:
     """A quantized tensor has two weights in each byte. Its `numel` counts bytes, so the table can't use `numel`."""
-    unquantized_model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    unquantized_model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
     num_weights = unquantized_model.model.language_model.num_parameters()
     parameters = dict(quantized_model.model.language_model.named_parameters())
     group = ModuleGroup("language_model", parameters, learning_rate=None)
@@ -81,9 +81,9 @@ def has_lora(model: torch.nn.Module) -> bool:
     return any(".lora_" in name for name, _ in model.named_parameters())
 
 
-def test_adapters_in_float32_get_a_bfloat16_input_as_it_is(composed: Callable[..., Path]) -> None:
+def test_adapters_in_float32_get_a_bfloat16_input_as_it_is(make_model_folder: Callable[..., Path]) -> None:
     """PEFT by itself casts the input to the adapter's float32, and autocast casts the input back to bfloat16."""
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.bfloat16)
     adapted = add_adapters(model, rank=2, alpha=4)
     layer = adapted.base_model.model.model.language_model.layers[0].self_attn.q_proj
     dtypes = []
@@ -94,9 +94,9 @@ def test_adapters_in_float32_get_a_bfloat16_input_as_it_is(composed: Callable[..
     assert dtypes == [torch.bfloat16]
 
 
-def test_a_recipes_fields_reach_the_adapters(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_recipes_fields_reach_the_adapters(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
     fields = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "use_rslora": True}
-    run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="adapt", **fields)
+    run_args = RunArguments(model_name_or_path=str(make_model_folder()), dataset_name="", stage="adapt", **fields)
     args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     base = load_base(run_args, args)
     adapted_model, _ = prepare_model(base, run_args, args, args.frozen_dtype)
@@ -113,9 +113,9 @@ def test_a_recipes_fields_reach_the_adapters(composed: Callable[..., Path], tmp_
     ids=["unquantized", "4 bits"],
 )
 def test_an_adapter_loads_only_on_a_base_with_all_weights(
-    composed: Callable[..., Path], tmp_path: Path, options: dict[str, Any]
+    make_model_folder: Callable[..., Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    base = shutil.copytree(composed(), tmp_path / "base")
+    base = shutil.copytree(make_model_folder(), tmp_path / "base")
     model = NormLlavaForConditionalGeneration.from_pretrained(base)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter", **options)
@@ -132,13 +132,13 @@ def test_an_adapter_loads_only_on_a_base_with_all_weights(
 
 
 def test_an_adapters_base_is_quantized_once(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter's base is opened twice: to load its weights, and to check that none is missing.
 
     The check must not quantize the weights again.
     """
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
 
     quantize_4bit = bnb.functional.quantize_4bit
@@ -150,7 +150,7 @@ def test_an_adapters_base_is_quantized_once(
 
     monkeypatch.setattr(bnb.functional, "quantize_4bit", quantize_and_record_shape)
     in_4bit = BitsAndBytesConfig(load_in_4bit=True)
-    NormLlavaForConditionalGeneration.from_pretrained(composed(), quantization_config=in_4bit)
+    NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), quantization_config=in_4bit)
     shapes_of_base = sorted(quantized_shapes)  # without an adapter, each weight is quantized once
     assert len(shapes_of_base) > 0
 
@@ -159,10 +159,12 @@ def test_an_adapters_base_is_quantized_once(
     assert sorted(quantized_shapes) == shapes_of_base
 
 
-def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(
+    make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
     in_4bit = quantization_config(torch.float32)
     base = NormLlavaForConditionalGeneration.from_pretrained(
-        composed(), dtype=torch.float32, quantization_config=in_4bit
+        make_model_folder(), dtype=torch.float32, quantization_config=in_4bit
     )
     base.save_pretrained(tmp_path / "base")
     base = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
@@ -173,11 +175,19 @@ def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(composed: Callable[
 
 @pytest.fixture(scope="module", params=[False, True], ids=["float32", "bfloat16"])
 def adapter(
-    request: pytest.FixtureRequest, composed: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    make_model_folder: Callable[..., Path],
+    data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """The output folder of a QLoRA run, in float32 or bfloat16. Tests only read it."""
     folder = tmp_path_factory.mktemp("qlora")
-    fields = {**QLORA, "model_name_or_path": str(composed()), "dataset_name": str(data), "num_train_epochs": 6}
+    fields = {
+        **QLORA,
+        "model_name_or_path": str(make_model_folder()),
+        "dataset_name": str(data),
+        "num_train_epochs": 6,
+    }
     is_bfloat16 = request.param
     fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": is_bfloat16}
     run(folder, **fields, output_dir=str(folder / "adapter"))
@@ -193,11 +203,11 @@ def test_a_run_learns(adapter: Path) -> None:
     assert steps[-1]["mean_token_accuracy"] > 0.5
 
 
-def test_weights_are_trained_and_saved_in_float32(composed: Callable[..., Path], adapter: Path) -> None:
+def test_weights_are_trained_and_saved_in_float32(make_model_folder: Callable[..., Path], adapter: Path) -> None:
     saved = load_weights(adapter, "adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     gain = saved["base_model.model.model.multi_modal_projector.norm.weight"]
-    gain_before = load_weights(composed())["model.multi_modal_projector.norm.weight"]
+    gain_before = load_weights(make_model_folder())["model.multi_modal_projector.norm.weight"]
     assert (gain != gain_before).all()  # in bfloat16, rounding would have left some gains unchanged
 
 
@@ -207,15 +217,17 @@ def load_on_base(folder: Path, adapter: Path) -> peft.PeftModel:
     return peft.PeftModel.from_pretrained(base, adapter).eval()
 
 
-def test_an_adapter_loads_with_the_weights_that_its_run_saved(composed: Callable[..., Path], adapter: Path) -> None:
+def test_an_adapter_loads_with_the_weights_that_its_run_saved(
+    make_model_folder: Callable[..., Path], adapter: Path
+) -> None:
     saved = load_weights(adapter, "adapter_model.safetensors")
-    adapted_model = load_on_base(composed(), adapter)
+    adapted_model = load_on_base(make_model_folder(), adapter)
     for name, tensor in peft.get_peft_model_state_dict(adapted_model).items():
         assert torch.equal(tensor, saved[name]), name
 
 
 def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapter(
-    composed: Callable[..., Path], data: Path, adapter: Path, tmp_path: Path
+    make_model_folder: Callable[..., Path], data: Path, adapter: Path, tmp_path: Path
 ) -> None:
     merged_folder = tmp_path / "merged"
     options = ["--adapter", str(adapter), "--output_dir", str(merged_folder)]
@@ -239,7 +251,7 @@ def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapte
         "source": "row",
     }
     batch = collate(adapter, [row])
-    adapted_model = load_on_base(composed(), adapter)
+    adapted_model = load_on_base(make_model_folder(), adapter)
     with torch.no_grad():
         logits = merged_model(**batch).logits
         expected_logits = adapted_model(**batch).logits
@@ -253,8 +265,10 @@ def test_a_run_that_starts_from_an_adapter_is_refused(data: Path, adapter: Path,
         run(tmp_path, **fields, output_dir=str(tmp_path / "next"))
 
 
-def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
+def test_an_adapter_without_all_of_its_weights_is_refused(
+    make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
     # Delete one weight from the adapter's file: first the gain of the projector's norm, then a LoRA matrix.
     weights = load_weights(tmp_path, "adapter_model.safetensors")
@@ -269,15 +283,15 @@ def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[...
             merge(tmp_path)
 
 
-def test_a_folder_without_an_adapter_cannot_be_merged(composed: Callable[..., Path]) -> None:
+def test_a_folder_without_an_adapter_cannot_be_merged(make_model_folder: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="holds no adapter: give the output folder of a run of stage 'adapt'"):
-        merge(composed())
+        merge(make_model_folder())
 
 
 def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+    base = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4, revision="v1.0").save_pretrained(tmp_path / "adapter")

@@ -35,9 +35,9 @@ def captions(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("projector_norm", ["gwc", "none"])
 def test_pictures_learn_to_point_at_their_captions(
-    composed: Callable[..., Path], captions: Path, projector_norm: str
+    make_model_folder: Callable[..., Path], captions: Path, projector_norm: str
 ) -> None:
-    folder = composed(projector_norm=projector_norm)
+    folder = make_model_folder(projector_norm=projector_norm)
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
     pictures = [Image.new("RGB", (28, 28), rgb) for rgb in RGB_OF_COLOUR.values()]
@@ -82,12 +82,12 @@ def test_pictures_learn_to_point_at_their_captions(
 
 
 def test_aligned_weights_do_not_depend_on_the_norm_of_image_tokens(
-    composed: Callable[..., Path], captions: Path
+    make_model_folder: Callable[..., Path], captions: Path
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     aligned_weights = []
     for factor in (1, 30):
-        model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+        model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
         projector = model.model.multi_modal_projector
         projector.norm.weight.data *= factor  # the norm of image tokens is proportional to this weight
         align(model, processor, load_rows(str(captions)), seed=0, steps=20)
@@ -95,9 +95,9 @@ def test_aligned_weights_do_not_depend_on_the_norm_of_image_tokens(
     torch.testing.assert_close(aligned_weights[1], aligned_weights[0], rtol=1e-2, atol=1e-3)
 
 
-def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path]) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    processor = AutoProcessor.from_pretrained(composed())
+def test_words_that_all_captions_share_hardly_count(make_model_folder: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     letters = list("abcdefgh")
     # Each caption has twelve letters that all captions share, and one letter of its own. A letter is a token.
     captions = [f"xyxyxyxyxyxy{letter}" for letter in letters]
@@ -111,12 +111,12 @@ def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path
 
 
 def test_a_model_that_was_saved_is_aligned_in_its_dtype(
-    composed: Callable[..., Path], captions: Path, tmp_path: Path
+    make_model_folder: Callable[..., Path], captions: Path, tmp_path: Path
 ) -> None:
     """Saving a model turns the dtype in its config into a string, so aligning can't take the dtype from the config."""
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "saved")
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     align(model, processor, load_rows(str(captions)), seed=0, steps=1)
     assert model.model.multi_modal_projector.linear_1.weight.dtype == torch.bfloat16
     assert model.model.multi_modal_projector.norm.weight.dtype == torch.float32
@@ -134,9 +134,9 @@ def test_the_caption_is_the_first_answer_that_is_not_blank() -> None:
         first_answer(row)
 
 
-def test_a_row_without_a_picture_or_a_caption_is_named(composed: Callable[..., Path], captions: Path) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    processor = AutoProcessor.from_pretrained(composed())
+def test_a_row_without_a_picture_or_a_caption_is_named(make_model_folder: Callable[..., Path], captions: Path) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     rows = json.loads(captions.read_text())
     question = {"from": "human", "value": "Hi"}
     answer = {"from": "gpt", "value": "Ho"}

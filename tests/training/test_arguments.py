@@ -18,10 +18,10 @@ from training.run import describe_environment, describe_run
 
 
 @pytest.fixture
-def recipe(composed: Callable[..., Path], tmp_path: Path) -> Path:
+def recipe(make_model_folder: Callable[..., Path], tmp_path: Path) -> Path:
     """The path of a recipe of stage 'align' that is accepted."""
     path = tmp_path / "recipe.yaml"
-    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": "rows.json"}
+    fields = {"stage": "align", "model_name_or_path": str(make_model_folder()), "dataset_name": "rows.json"}
     path.write_text(yaml.safe_dump({**FAST, **fields, "output_dir": str(tmp_path / "out")}))
     return path
 

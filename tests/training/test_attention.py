@@ -119,17 +119,21 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_samples_by_themselves(fa
 
 
 def test_a_packed_row_with_a_blank_picture_has_the_same_logits_and_gradients_as_with_sdpa(
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
 ) -> None:
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "An answer."}]
     rows = [{"images": [], "conversations": turns, "source": "row"}] * 2
-    batch = collate(composed(), rows, packed=True)  # the collator adds a blank picture, since no row has a picture
+    batch = collate(
+        make_model_folder(), rows, packed=True
+    )  # the collator adds a blank picture, since no row has a picture
     batch["pixel_values"] = batch["pixel_values"].double()
     del batch["labels"]
 
     def logits_and_projector_gradients(attention: str) -> dict[str, torch.Tensor]:
         model = NormLlavaForConditionalGeneration.from_pretrained(
-            composed(), dtype=torch.float64, attn_implementation={"text_config": attention, "vision_config": "sdpa"}
+            make_model_folder(),
+            dtype=torch.float64,
+            attn_implementation={"text_config": attention, "vision_config": "sdpa"},
         )
         logits = model(**batch, use_cache=False).logits
         logits.square().sum().backward()
@@ -408,10 +412,10 @@ def test_a_compiled_layer_computes_what_an_uncompiled_layer_does() -> None:
 
 
 def test_a_run_uses_varlen_in_the_language_model_only_and_does_not_save_it(
-    composed: Callable[..., Path], tmp_path: Path
+    make_model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     run_args = RunArguments(
-        model_name_or_path=str(composed()), dataset_name="unused", stage="align", attn_implementation="varlen"
+        model_name_or_path=str(make_model_folder()), dataset_name="unused", stage="align", attn_implementation="varlen"
     )
     args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     model = load_base(run_args, args)

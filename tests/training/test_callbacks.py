@@ -36,7 +36,7 @@ def measure_rows(folder: Path, rows_file: Path) -> list[Record]:
 
 
 def test_norms_of_a_step_are_those_of_the_diagnostics(
-    composed: Callable[..., Path], data: Path, tmp_path: Path
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     rows_with_pictures = [row for row in json.loads(data.read_text()) if "image" in row]
     rows_file = data.with_name("pictures.json")
@@ -45,7 +45,7 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     # The norms of image tokens and of text tokens at the decoder's input, from all rows.
     visual_norms = []
     text_norms = []
-    for record in measure_rows(composed(), rows_file):
+    for record in measure_rows(make_model_folder(), rows_file):
         input_norms = record.layer_norms[0]  # [num_tokens]
         visual_norms.append(input_norms[record.tokens.visual])
         text_norms.append(input_norms[record.tokens.text])
@@ -53,7 +53,7 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     expected_text = torch.cat(text_norms).mean().item()
 
     # Each run has one step on all 24 rows.
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(rows_file)}
+    fields = {**INSTRUCT, "model_name_or_path": str(make_model_folder()), "dataset_name": str(rows_file)}
     fields |= {"max_steps": 1, "logging_steps": 1, "global_batch_size": 24}
     settings: dict[str, dict[str, Any]] = {
         "padded": {},

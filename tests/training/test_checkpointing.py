@@ -58,12 +58,12 @@ def test_the_peak_without_checkpointing_is_extrapolated(num_layers: int, tmp_pat
 
 
 @pytest.fixture
-def fields(composed: Callable[..., Path], data: Path, tmp_path: Path) -> dict[str, Any]:
+def fields(make_model_folder: Callable[..., Path], data: Path, tmp_path: Path) -> dict[str, Any]:
     """The fields of a recipe that doesn't say whether layers are checkpointed."""
     return {
         **INSTRUCT,
         **PACKED,
-        "model_name_or_path": str(composed()),
+        "model_name_or_path": str(make_model_folder()),
         "dataset_name": str(data),
         "gradient_checkpointing": None,  # takes the field out of the recipe
         "save_steps": 4,

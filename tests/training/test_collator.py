@@ -43,8 +43,8 @@ def collate_rows(tokenize: RowTokenizer, rows: list[dict[str, Any]], packed: boo
 
 
 @pytest.fixture(params=["qwen2", "llama", "gemma3", "vicuna"])
-def processor(request: pytest.FixtureRequest, composed: Callable[..., Path]) -> Any:
-    return AutoProcessor.from_pretrained(composed(text=request.param))
+def processor(request: pytest.FixtureRequest, make_model_folder: Callable[..., Path]) -> Any:
+    return AutoProcessor.from_pretrained(make_model_folder(text=request.param))
 
 
 def test_only_answers_of_chat_rows_are_trained(processor: Any, tmp_path: Path) -> None:
@@ -111,10 +111,10 @@ def loss_and_projector_gradient(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path: Path, packed: bool) -> None:
+def test_a_blank_picture_changes_nothing(make_model_folder: Callable[..., Path], tmp_path: Path, packed: bool) -> None:
     """The collator adds a blank picture to a batch without pictures."""
-    processor = AutoProcessor.from_pretrained(composed())
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float64)
+    processor = AutoProcessor.from_pretrained(make_model_folder())
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.float64)
     rows = [make_row(tmp_path, answer, num_images=0) for answer in ("Short.", "A longer answer, of more words.")]
     tokenize = RowTokenizer(processor, processor.chat_template)
     batch = collate_rows(tokenize, rows, packed)
@@ -156,8 +156,8 @@ def test_a_batch_without_rows_is_a_blank_picture(model: NormLlavaForConditionalG
     assert model(**batch, use_cache=False).logits.isfinite().all()
 
 
-def test_a_row_without_trained_tokens_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+def test_a_row_without_trained_tokens_is_refused(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     # This template writes the roles, but no answers, so there is nothing to train.
     template = "{{ '<|image_pad|>' }}{% for message in messages %}{{ message['role'] }}{% endfor %}"
     tokenize = RowTokenizer(processor, template)

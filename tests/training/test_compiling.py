@@ -63,8 +63,10 @@ ROW_SIZES = ((16, 0), (16, 3), (23, 1), (40, 0), (77, 5), (64, 0))
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["not checkpointed", "checkpointed"])
 @pytest.mark.parametrize("text", ["qwen2", "gemma3"])  # some of Gemma's layers have a sliding window
-def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: str, checkpointed: bool) -> None:
-    model = load_model(composed(text=text), checkpointed).double()
+def test_rows_of_any_length_share_graphs(
+    make_model_folder: Callable[..., Path], text: str, checkpointed: bool
+) -> None:
+    model = load_model(make_model_folder(text=text), checkpointed).double()
     expected_results = [loss_and_gradients(model, length, num_padding) for length, num_padding in ROW_SIZES]
 
     compile_layers(decoder_layers(model), backend="eager")
@@ -81,9 +83,9 @@ def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: st
 
 
 def test_hooks_on_layers_are_always_called_and_hooks_inside_layers_only_in_eval_mode(
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
 ) -> None:
-    model = load_model(composed())
+    model = load_model(make_model_folder())
     compile_layers(decoder_layers(model), backend="eager")
     loss_and_gradients(model, length=16, num_padding=0)  # compiles the layers before they have hooks
 
@@ -119,11 +121,13 @@ def count_saved_elements(model: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["not sharded", "sharded"])
-def test_compiled_layers_are_checkpointed(composed: Callable[..., Path], tmp_path: Path, sharded: bool) -> None:
+def test_compiled_layers_are_checkpointed(
+    make_model_folder: Callable[..., Path], tmp_path: Path, sharded: bool
+) -> None:
     """Compiled layers keep fewer tensors for the backward pass with gradient checkpointing than without."""
 
     def count_after_compiling(checkpointed: bool) -> int:
-        model = load_model(composed(), checkpointed)
+        model = load_model(make_model_folder(), checkpointed)
         if sharded:
             mesh = init_device_mesh("cpu", (1,))
             for layer in decoder_layers(model):
@@ -166,7 +170,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "bfloat16": {**PACKED_WITH_SDPA, **CHECKPOINTED, "bf16": True},
     "inductor": {**PACKED_WITH_SDPA, **CHECKPOINTED, "torch_compile_backend": None},  # inductor is the default
 }
-# Arguments of the fixture `composed`, for kinds of run that start from another model than the usual one.
+# Arguments of the fixture `make_model_folder`, for kinds of run that start from another model than the usual one.
 MODELS: dict[str, dict[str, Any]] = {"key adapters": {"key_adapter_rank": 4}, "tied embeddings": {"text": "gemma3"}}
 # The most graphs that a run may need: one for rows with a mask, and one for rows without. With "varlen" a run needs
 # more, because each part of a broken graph is a graph.
@@ -178,11 +182,11 @@ SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in FIELDS if k
 
 @pytest.mark.parametrize("kind", ["packed", *SLOW_KINDS])
 def test_a_compiled_run_logs_and_saves_what_an_uncompiled_run_does(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, kind: str
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, kind: str
 ) -> None:
     fields = {**INSTRUCT, **COMPILED, **FIELDS[kind], "dataset_name": str(data), "logging_steps": 1}
     fields |= {"eval_dataset_name": str(data), "eval_strategy": "steps", "eval_steps": 4}
-    fields["model_name_or_path"] = str(composed(**MODELS.get(kind, {})))
+    fields["model_name_or_path"] = str(make_model_folder(**MODELS.get(kind, {})))
 
     uncompiled = tmp_path / "uncompiled"
     uncompiled_fields = {**fields, "torch_compile": None, "torch_compile_backend": None}
@@ -209,9 +213,14 @@ def test_a_compiled_run_logs_and_saves_what_an_uncompiled_run_does(
 
 @pytest.mark.slow
 def test_a_run_can_be_resumed_with_and_without_compiling(
-    composed: Callable[..., Path], data: Path, tmp_path: Path
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
-    fields = {**INSTRUCT, **PACKED_WITH_SDPA, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields = {
+        **INSTRUCT,
+        **PACKED_WITH_SDPA,
+        "model_name_or_path": str(make_model_folder()),
+        "dataset_name": str(data),
+    }
     fields["save_steps"] = 4
     fields_by_setting: dict[str, dict[str, Any]] = {"uncompiled": fields, "compiled": {**fields, **COMPILED}}
     for setting, setting_fields in fields_by_setting.items():

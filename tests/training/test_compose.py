@@ -87,9 +87,9 @@ FAMILIES = [("siglip", "llama"), ("siglip2", "qwen2"), ("clip", "qwen3"), ("dino
 
 @pytest.mark.parametrize(("vision", "text"), FAMILIES)
 def test_image_tokens_start_at_the_norm_of_text_embeddings(
-    backbones: Callable[[str], Path], composed: Callable[..., Path], vision: str, text: str
+    backbones: Callable[[str], Path], make_model_folder: Callable[..., Path], vision: str, text: str
 ) -> None:
-    folder = composed(vision=vision, text=text)
+    folder = make_model_folder(vision=vision, text=text)
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
 
@@ -115,10 +115,10 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
 
 @pytest.mark.parametrize(("vision", "text"), FAMILIES)
 def test_the_language_model_gives_the_same_logits_as_before(
-    backbones: Callable[[str], Path], composed: Callable[..., Path], vision: str, text: str
+    backbones: Callable[[str], Path], make_model_folder: Callable[..., Path], vision: str, text: str
 ) -> None:
     language_model = AutoModelForCausalLM.from_pretrained(backbones(text)).eval()
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision, text=text)).eval()
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(vision=vision, text=text)).eval()
     input_ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     with torch.no_grad():
         logits = model(input_ids=input_ids).logits
@@ -129,9 +129,9 @@ def test_the_language_model_gives_the_same_logits_as_before(
 
 @pytest.mark.parametrize(("vision", "text"), FAMILIES)
 def test_conversations_have_the_language_models_format_with_four_tokens_for_a_picture(
-    composed: Callable[..., Path], picture: Image.Image, vision: str, text: str
+    make_model_folder: Callable[..., Path], picture: Image.Image, vision: str, text: str
 ) -> None:
-    folder = composed(vision=vision, text=text)
+    folder = make_model_folder(vision=vision, text=text)
     config = NormLlavaConfig.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
     assert processor.apply_chat_template(CONVERSATION) == RENDERED[text]
@@ -160,17 +160,17 @@ def test_conversations_have_the_language_models_format_with_four_tokens_for_a_pi
 
 @pytest.mark.parametrize(("vision", "text"), FAMILIES)
 def test_generation_ends_at_the_end_of_a_turn_and_writes_no_image_tokens(
-    composed: Callable[..., Path], vision: str, text: str
+    make_model_folder: Callable[..., Path], vision: str, text: str
 ) -> None:
-    folder = composed(vision=vision, text=text)
+    folder = make_model_folder(vision=vision, text=text)
     model = NormLlavaForConditionalGeneration.from_pretrained(folder)
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id
     assert model.generation_config.suppress_tokens == [model.config.image_token_id]
 
 
-def test_siglips_pooling_head_is_left_out(composed: Callable[..., Path]) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision="siglip"))
+def test_siglips_pooling_head_is_left_out(make_model_folder: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(vision="siglip"))
     assert not any(name.startswith("model.vision_tower.head") for name in model.state_dict())
 
 
@@ -285,12 +285,12 @@ def test_a_chat_format_that_cannot_be_kept_is_replaced_by_vicunas_with_a_warning
     assert "a picture that isn't square is squashed to 28 x 28 pixels" in caplog.text
 
 
-def test_gemma_keeps_every_system_turn(composed: Callable[..., Path]) -> None:
+def test_gemma_keeps_every_system_turn(make_model_folder: Callable[..., Path]) -> None:
     """Gemma's format has no system turns. A system message stands at the start of the user's turn that follows.
 
     If no user's turn follows, the message becomes a user's turn itself.
     """
-    tokenizer = AutoProcessor.from_pretrained(composed(text="gemma3")).tokenizer
+    tokenizer = AutoProcessor.from_pretrained(make_model_folder(text="gemma3")).tokenizer
     messages = [
         {"role": "system", "content": "One."},
         {"role": "system", "content": "Two."},
@@ -439,13 +439,13 @@ def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
     old_names: bool,
     num_image_tokens: int,
     projector_norm: str,
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
     picture: Image.Image,
     tmp_path: Path,
 ) -> None:
     """A picture has four patches. CLIP has a class token before the patches."""
     folder = tmp_path / "llava"
-    llava = save_llava(folder, composed(vision=vision, text="vicuna"), strategy)
+    llava = save_llava(folder, make_model_folder(vision=vision, text="vicuna"), strategy)
     if old_names:
         rename_as_in_old_checkpoints(folder)
 
@@ -542,10 +542,10 @@ def test_buffers_that_checkpoints_lack_are_filled_on_loading(parts: tuple[str, s
         assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
 
 
-def test_only_a_llava_checkpoint_is_converted(composed: Callable[..., Path]) -> None:
+def test_only_a_llava_checkpoint_is_converted(make_model_folder: Callable[..., Path]) -> None:
     # Converting a NormLlava would replace a trained norm layer.
     with pytest.raises(ValueError, match="has model_type 'normllava', a Llava is needed"):
-        convert_llava(str(composed()))
+        convert_llava(str(make_model_folder()))
 
 
 def test_an_encoder_with_register_tokens_is_refused(backbones: Callable[[str], Path], tmp_path: Path) -> None:

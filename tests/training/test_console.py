@@ -15,12 +15,12 @@ from script_runs import FAST, INSTRUCT, ROOT, dump_recipe, read_steps, run
 
 
 def test_the_console_shows_a_table(
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
     data: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields = {**INSTRUCT, "model_name_or_path": str(make_model_folder()), "dataset_name": str(data)}
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
 
@@ -41,10 +41,16 @@ def test_the_console_shows_a_table(
     assert "grad_norm/" not in printed.out
 
 
-def test_ctrl_c_ends_a_run_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_with_one_line(make_model_folder: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     # One epoch has 99 times the 30 rows, and so lasts longer than the test. At the end of an epoch, the data loader's
     # workers end, and a Ctrl-C at that moment would make them print a traceback.
-    fields = {**FAST, **INSTRUCT, "model_name_or_path": str(composed()), "disable_tqdm": True, "save_steps": 3}
+    fields = {
+        **FAST,
+        **INSTRUCT,
+        "model_name_or_path": str(make_model_folder()),
+        "disable_tqdm": True,
+        "save_steps": 3,
+    }
     fields |= {"datasets": [{"path": str(data), "weight": 99}], "num_train_epochs": 1, "dataloader_num_workers": 2}
     fields["output_dir"] = str(tmp_path / "out")
     recipe = tmp_path / "recipe.yaml"

@@ -108,37 +108,42 @@ def assert_same_log(folder: Path, expected_folder: Path, num_steps: int) -> None
 
 
 def test_two_processes_train_as_one_does_and_one_can_resume_their_run(
-    composed: Callable[..., Path], data: Path, tmp_path: Path
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     fields = {**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4, "global_batch_size": 10}
-    fields |= {"model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 2, "logging_steps": 1}
+    fields |= {
+        "model_name_or_path": str(make_model_folder()),
+        "dataset_name": str(data),
+        "save_steps": 2,
+        "logging_steps": 1,
+    }
     one = tmp_path / "one"
     two = tmp_path / "two"
     run(tmp_path, **fields, output_dir=str(one))
     printed = launch(tmp_path, *TWO_PROCESSES, **fields, output_dir=str(two))
     assert "2 processes x" in printed
     assert_same_log(two, one, num_steps=3)  # 30 rows in global batches of 10
-    assert_same_weights(two, one, start=composed())
+    assert_same_weights(two, one, start=make_model_folder())
 
     # One process resumes the run of two processes, which `resume_changed` allows.
     resumed = tmp_path / "resumed"
     shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
     fields |= {"resume_from_checkpoint": True, "resume_changed": True}
     run(tmp_path, **fields, output_dir=str(resumed))
-    assert_same_weights(resumed, one, start=composed())
+    assert_same_weights(resumed, one, start=make_model_folder())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
 def test_losses_are_those_of_one_process(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
     # An epoch of 25 rows has three steps of 8 rows, and a fourth step of one row. In the fourth step, only one process
     # has a row, and the others get an empty batch.
     rows = json.loads(data.read_text())[:25]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "image_folder": str(data.parent)}
+    fields = {**INSTRUCT, **packing, "model_name_or_path": str(make_model_folder()), "image_folder": str(data.parent)}
     fields |= {"dataset_name": str(tmp_path / "rows.json"), "global_batch_size": 8, "num_train_epochs": 2}
 
     def train(num_processes: int, *arguments: str) -> list[dict[str, float]]:
@@ -201,10 +206,14 @@ def listed_bad_rows(folder: Path) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_two_processes_share_a_stream_with_bad_rows_and_resume_in_it(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, num_workers: int
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, num_workers: int
 ) -> None:
     bad_rows = write_shards(data, tmp_path / "shards")
-    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "shards")}
+    fields = {
+        "stage": "align",
+        "model_name_or_path": str(make_model_folder()),
+        "dataset_name": str(tmp_path / "shards"),
+    }
     fields |= {"image_folder": str(data.parent), "dataset_streaming": True, "dataloader_num_workers": num_workers}
     fields |= {"bad_rows": "skip", "max_steps": 12, "save_steps": 5}
     uninterrupted = tmp_path / "uninterrupted"
@@ -237,14 +246,19 @@ PADDED_AND_EVALUATED = {
     ],
 )
 def test_sharded_training_is_that_of_one_process(
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
     data: Path,
     tmp_path: Path,
     text: str,
     kind_fields: dict[str, Any],
     resumed_after: list[int],
 ) -> None:
-    fields = {**INSTRUCT, **kind_fields, "model_name_or_path": str(composed(text=text)), "dataset_name": str(data)}
+    fields = {
+        **INSTRUCT,
+        **kind_fields,
+        "model_name_or_path": str(make_model_folder(text=text)),
+        "dataset_name": str(data),
+    }
     fields |= {"global_batch_size": 10, "save_steps": 2, "logging_steps": 1}
     if "eval_strategy" in fields:
         fields["eval_dataset_name"] = str(data)
@@ -254,7 +268,7 @@ def test_sharded_training_is_that_of_one_process(
     run(tmp_path, **fields, output_dir=str(one))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(sharded))
     assert_same_log(sharded, one, num_steps=3)
-    assert_same_weights(sharded, one, start=composed(text=text))
+    assert_same_weights(sharded, one, start=make_model_folder(text=text))
 
     # Both runs save the same files, except that the sharded run saves no training_args.bin.
     file_names = {path.name for path in one.iterdir()} - {"training_args.bin"}
@@ -271,10 +285,10 @@ def test_sharded_training_is_that_of_one_process(
 
 @pytest.mark.slow
 def test_sharding_in_bfloat16_does_not_round_the_loss(
-    composed: Callable[..., Path], data: Path, tmp_path: Path
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     fields = {**INSTRUCT, **PACKED, "bf16": True, "global_batch_size": 10, "max_steps": 1}
-    fields |= {"model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields |= {"model_name_or_path": str(make_model_folder()), "dataset_name": str(data)}
     fsdp2 = two_processes_on_cpu("fsdp2", tmp_path, mixed_precision="bf16")
     launch(tmp_path, "--cpu", **fields, output_dir=str(tmp_path / "one"))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(tmp_path / "sharded"))
@@ -295,9 +309,9 @@ COMPILED: dict[str, dict[str, Any]] = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("config_name", COMPILED)
 def test_two_processes_with_compiled_layers_train_as_one_process_without(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, config_name: str
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, config_name: str
 ) -> None:
-    fields = {**COMPILED[config_name], "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields = {**COMPILED[config_name], "model_name_or_path": str(make_model_folder()), "dataset_name": str(data)}
     fields["global_batch_size"] = 10
     one = tmp_path / "one"
     two = tmp_path / "two"
@@ -308,14 +322,14 @@ def test_two_processes_with_compiled_layers_train_as_one_process_without(
     launch(tmp_path, *two_processes, script=script, **fields, output_dir=str(two))
     assert_same_log(two, one, num_steps=3)
     if config_name == "fsdp2":  # the run of "cpu_ddp" saves an adapter instead of a whole model
-        assert_same_weights(two, one, start=composed())
+        assert_same_weights(two, one, start=make_model_folder())
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_one_process_stops_both(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    fields = {**INSTRUCT, "model_name_or_path": str(make_model_folder()), "dataset_name": str(data), "save_steps": 3}
     fields |= {"logging_steps": 10, "output_dir": str(tmp_path / "out")}
     monkeypatch.setenv("STAGED_NAN", "1")
     printed = launch(tmp_path, *TWO_PROCESSES, script=STAGED_ON_CPU, should_fail=True, **fields)
@@ -328,9 +342,13 @@ def test_a_loss_that_is_not_finite_on_one_process_stops_both(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("config_name", ["cpu_ddp", "fsdp2"])
 def test_processes_agree_on_checkpointing(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_name: str
+    make_model_folder: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config_name: str,
 ) -> None:
-    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(make_model_folder()), "dataset_name": str(data)}
     fields |= {"gradient_checkpointing": None, "global_batch_size": 10}
     config = two_processes_on_cpu(config_name, tmp_path)
     if config_name == "fsdp2":

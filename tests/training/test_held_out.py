@@ -50,9 +50,13 @@ def held_out(data: Path) -> Path:
 
 
 @pytest.fixture
-def fields(composed: Callable[..., Path], data: Path, held_out: Path) -> dict[str, Any]:
+def fields(make_model_folder: Callable[..., Path], data: Path, held_out: Path) -> dict[str, Any]:
     """The recipe fields that name the model, the rows and the held-out rows."""
-    return {"model_name_or_path": str(composed()), "dataset_name": str(data), "eval_dataset_name": str(held_out)}
+    return {
+        "model_name_or_path": str(make_model_folder()),
+        "dataset_name": str(data),
+        "eval_dataset_name": str(held_out),
+    }
 
 
 def read_evaluations(folder: Path) -> list[dict[str, float]]:

@@ -170,14 +170,14 @@ class Batch:
 
 
 @pytest.fixture
-def with_key_adapters(composed: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+def with_key_adapters(make_model_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     """A function that gives the folder of a model whose key adapters are random.
 
     New key adapters would have `up` at 0, and so some gradients of 0.
     """
 
     def save_model(text: str = "qwen2") -> Path:
-        model = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
+        model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(text=text))
         model = add_key_adapters(model, rank=4, alpha=8, dropout=0.0)  # dropout would make passes differ
         generator = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
@@ -185,7 +185,7 @@ def with_key_adapters(composed: Callable[..., Path], tmp_path: Path) -> Callable
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
         folder = tmp_path / "key_adapters"
         model.save_pretrained(folder)
-        processor = AutoProcessor.from_pretrained(composed(text=text))
+        processor = AutoProcessor.from_pretrained(make_model_folder(text=text))
         processor.save_pretrained(folder)
         return folder
 
@@ -375,9 +375,9 @@ def test_on_equal_rows_a_step_of_two_passes_is_like_a_step_of_one_pass(
 
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
 def test_a_run_aligns_keys_and_its_adapter_loads_and_merges(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    folder = composed(key_adapter_rank=4)
+    folder = make_model_folder(key_adapter_rank=4)
     fields = {**ADAPT, **packing, "model_name_or_path": str(folder), "dataset_name": str(data)}
     fields |= {"num_train_epochs": 4, "key_mmd_weight": 2.0, "key_gram_weight": 0.1, "logging_steps": 4}
     fields["gradient_checkpointing"] = bool(packing)
@@ -410,8 +410,8 @@ def test_a_run_aligns_keys_and_its_adapter_loads_and_merges(
 
 
 @pytest.mark.parametrize("stage", Stage)
-def test_which_stages_train_key_adapters(composed: Callable[..., Path], stage: Stage) -> None:
-    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4))
+def test_which_stages_train_key_adapters(make_model_folder: Callable[..., Path], stage: Stage) -> None:
+    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(make_model_folder(key_adapter_rank=4))
     if stage is Stage.ADAPT:
         add_adapters(model, rank=2, alpha=4)
     prepare_stage(model, stage, LearningRates(common=1e-3, vision=1e-4, norm=1e-5))

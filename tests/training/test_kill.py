@@ -30,14 +30,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_driver(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *events: int) -> None:
+def run_driver(kind: str, make_model_folder: Callable[..., Path], data: Path, folder: Path, *events: int) -> None:
     """Run kill_driver.py, in which an operation on a file of the run's output folder is an event.
 
     For each event N, the driver kills and resumes a run in `folder/N`. Without events, it trains an unbroken run.
     """
     key_adapter_rank = 4 if "key_mmd_weight" in KINDS[kind] else 0
     fields = {**FAST, **KINDS[kind], "dataset_name": str(data), "save_steps": 3, "logging_steps": 1}
-    fields["model_name_or_path"] = str(composed(key_adapter_rank=key_adapter_rank))
+    fields["model_name_or_path"] = str(make_model_folder(key_adapter_rank=key_adapter_rank))
     fields["output_dir"] = "unused"  # the driver's command line overrides this
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**fields))
@@ -49,9 +49,9 @@ def run_driver(kind: str, composed: Callable[..., Path], data: Path, folder: Pat
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
 
 
-def train_unbroken(kind: str, composed: Callable[..., Path], data: Path, folder: Path) -> int:
+def train_unbroken(kind: str, make_model_folder: Callable[..., Path], data: Path, folder: Path) -> int:
     """Train a run that isn't killed, in `folder/unbroken`, and return the number of its events."""
-    run_driver(kind, composed, data, folder)
+    run_driver(kind, make_model_folder, data, folder)
     events = (folder / "unbroken" / "events.txt").read_text().splitlines()
     return len(events)
 
@@ -75,11 +75,11 @@ def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
 
 @pytest.mark.parametrize("kind", ["stage 2, packed", "stage 2, streaming with two workers"])
 def test_a_run_killed_at_two_points_ends_like_the_unbroken_run(
-    kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
+    kind: str, make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
-    num_events = train_unbroken(kind, composed, data, tmp_path)
+    num_events = train_unbroken(kind, make_model_folder, data, tmp_path)
     events = [num_events // 4, num_events // 2]
-    run_driver(kind, composed, data, tmp_path, *events)
+    run_driver(kind, make_model_folder, data, tmp_path, *events)
     for event in events:
         assert_same_as_unbroken(kind, tmp_path, event)
 
@@ -88,12 +88,12 @@ def test_a_run_killed_at_two_points_ends_like_the_unbroken_run(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_killed_at_many_points_ends_like_the_unbroken_run(
-    kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path
+    kind: str, make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
-    num_events = train_unbroken(kind, composed, data, tmp_path)
+    num_events = train_unbroken(kind, make_model_folder, data, tmp_path)
     # One kind of run is killed at every event, the other kinds at every fourth, to save time.
     interval = 1 if kind == "stage 2, packed" else 4
     events = range(1, num_events + 1, interval)
-    run_driver(kind, composed, data, tmp_path, *events)
+    run_driver(kind, make_model_folder, data, tmp_path, *events)
     for event in events:
         assert_same_as_unbroken(kind, tmp_path, event)

@@ -18,8 +18,8 @@ def test_an_error_names_the_folder_that_holds_no_model(tmp_path: Path) -> None:
         load_config(str(tmp_path))
 
 
-def test_an_error_names_the_model_that_lacks_weights(composed: Callable[..., Path], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+def test_an_error_names_the_model_that_lacks_weights(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(make_model_folder(), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

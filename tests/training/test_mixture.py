@@ -39,8 +39,8 @@ def stored(data: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tokenize(composed: Callable[..., Path]) -> RowTokenizer:
-    processor = AutoProcessor.from_pretrained(composed())
+def tokenize(make_model_folder: Callable[..., Path]) -> RowTokenizer:
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     return RowTokenizer(processor, processor.chat_template)
 
 
@@ -134,7 +134,7 @@ def test_a_weight_says_how_often_rows_come(
 
 
 def test_a_run_on_a_mixture_records_its_sources_and_does_not_resume_with_others(
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
     data: Path,
     stored: Path,
     tmp_path: Path,
@@ -142,7 +142,7 @@ def test_a_run_on_a_mixture_records_its_sources_and_does_not_resume_with_others(
 ) -> None:
     entries = [{"path": str(data), "weight": 0.5}, {"path": str(stored), "weight": 2}]
     fields = {**INSTRUCT, **PACKED, "dataloader_num_workers": 1, "save_steps": 4, "datasets": entries}
-    fields["model_name_or_path"] = str(composed())
+    fields["model_name_or_path"] = str(make_model_folder())
     out = tmp_path / "out"
     with caplog.at_level(logging.INFO):
         run(tmp_path, **fields, output_dir=str(out))
@@ -163,7 +163,7 @@ def test_a_run_on_a_mixture_records_its_sources_and_does_not_resume_with_others(
 
 
 def test_bad_rows_of_all_sources_are_listed(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each of the two sources has six good rows and then a bad row.
     entries = []
@@ -171,7 +171,7 @@ def test_bad_rows_of_all_sources_are_listed(
     for name in ("first", "second"):
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
         entries.append({"path": str(tmp_path / f"{name}.json"), "image_folder": str(data.parent)})
-    fields = {"stage": "align", "model_name_or_path": str(composed()), "datasets": entries, "max_steps": 1}
+    fields = {"stage": "align", "model_name_or_path": str(make_model_folder()), "datasets": entries, "max_steps": 1}
     out = tmp_path / "out"
 
     # By default, bad rows end the run before the model is loaded.
@@ -192,19 +192,25 @@ def test_bad_rows_of_all_sources_are_listed(
 
 
 def test_stage_align_needs_a_picture(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]
     (tmp_path / "texts.json").write_text(json.dumps([{"conversations": turns}] * 4))
-    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "texts.json")}
+    fields = {
+        "stage": "align",
+        "model_name_or_path": str(make_model_folder()),
+        "dataset_name": str(tmp_path / "texts.json"),
+    }
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match="Stage 'align' trains the projector alone, and no row has a picture"):
         run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
 
 
-def test_a_row_longer_than_the_decoders_positions_is_bad(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_row_longer_than_the_decoders_positions_is_bad(
+    make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
     turns = [{"from": "human", "value": "Count."}, {"from": "gpt", "value": "one " * 200}]  # each byte is a token
     (tmp_path / "long.json").write_text(json.dumps([{"conversations": turns}] * 4))
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "long.json")}
+    fields = {**INSTRUCT, "model_name_or_path": str(make_model_folder()), "dataset_name": str(tmp_path / "long.json")}
     with pytest.raises(ValueError, match="tokens, but the decoder has 512 positions; max_length can only lower that"):
         run(tmp_path, **fields, output_dir=str(tmp_path / "out"))

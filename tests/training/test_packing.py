@@ -99,14 +99,14 @@ def loss_and_gradients(
     ids=["qwen2", "qwen2 with merged patches", "qwen2 with tiles", "qwen3", "llama", "gemma3"],
 )
 def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
-    composed: Callable[..., Path],
+    make_model_folder: Callable[..., Path],
     rows: list[dict[str, Any]],
     attention: str,
     text: str,
     spatial_merge_size: int,
     max_tiles: int,
 ) -> None:
-    folder = composed(text=text, spatial_merge_size=spatial_merge_size, max_tiles=max_tiles)
+    folder = make_model_folder(text=text, spatial_merge_size=spatial_merge_size, max_tiles=max_tiles)
     padded_batch = collate(folder, rows)
     packed_batch = collate(folder, rows, packed=True)
     assert "attention_mask" not in packed_batch
@@ -139,15 +139,15 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_norms_of_a_blank_picture_are_not_logged(
-    composed: Callable[..., Path], rows: list[dict[str, Any]], packed: bool
+    make_model_folder: Callable[..., Path], rows: list[dict[str, Any]], packed: bool
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed()).train()
+    processor = AutoProcessor.from_pretrained(make_model_folder())
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).train()
     monitor = InterfaceMonitor(model, processor)
     monitor.active = True  # the monitor measures only in steps that are logged
 
     def measure_norms(rows_of_batch: list[dict[str, Any]]) -> dict[str, float]:
-        inputs = collate(composed(), rows_of_batch, packed)
+        inputs = collate(make_model_folder(), rows_of_batch, packed)
         del inputs["labels"]
         model.model(**inputs, use_cache=False)
         return monitor.collect(lambda sums: sums)  # there are no other processes, whose sums would be added
@@ -240,9 +240,9 @@ def test_a_step_whose_samples_do_not_fit_is_refused() -> None:
 
 
 def test_a_packed_row_without_pictures_leaves_room_for_the_blank_picture(
-    composed: Callable[..., Path], rows: list[dict[str, Any]]
+    make_model_folder: Callable[..., Path], rows: list[dict[str, Any]]
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(make_model_folder())
     tokenize = RowTokenizer(processor, processor.chat_template)
     collator = VisionLanguageCollator(tokenize, packed=True)
     rows_without_pictures = [rows[1], rows[4]] * 3

@@ -29,9 +29,14 @@ STAGES = {"align": {"stage": "align"}, "instruct": INSTRUCT, "adapt": {"stage": 
 
 
 @pytest.fixture
-def recipe(composed: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
+def recipe(make_model_folder: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
     """The recipe fields that all stages share."""
-    return {**FAST, "model_name_or_path": str(composed()), "dataset_name": "none", "output_dir": str(tmp_path / "out")}
+    return {
+        **FAST,
+        "model_name_or_path": str(make_model_folder()),
+        "dataset_name": "none",
+        "output_dir": str(tmp_path / "out"),
+    }
 
 
 def make_plan(fields: dict[str, Any], batch: Batch, devices: int = 1) -> StepPlan:
@@ -123,14 +128,14 @@ def trained_sizes(checkpoint: Path, stage: str) -> list[int]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_parameters(
-    composed: Callable[..., Path], recipe: dict[str, Any], stage: str
+    make_model_folder: Callable[..., Path], recipe: dict[str, Any], stage: str
 ) -> None:
     fields = {**recipe, **STAGES[stage]}
     batch = Batch(samples=SAMPLES, tokens=150, supervised=20, is_packed=False)
     plan = make_plan(fields, batch)
-    sizes = trained_sizes(composed(), stage)
+    sizes = trained_sizes(make_model_folder(), stage)
     num_trained = sum(sizes)
-    num_all = sum(tensor.numel() for tensor in load_weights(composed()).values())
+    num_all = sum(tensor.numel() for tensor in load_weights(make_model_folder()).values())
     if stage == "adapt":
         # All trained parameters are new: PEFT adds the adapters, and trains a copy of the projector.
         num_all += num_trained

@@ -29,16 +29,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "weights that the Hub names otherwise": {},
     "stream": {"dataset_streaming": True, "max_steps": 6},
 }
-# Arguments of the fixture `composed`, for kinds of run that start from another model than the usual one.
+# Arguments of the fixture `make_model_folder`, for kinds of run that start from another model than the usual one.
 MODELS = {"tied embeddings": {"text": "gemma3"}, "weights that the Hub names otherwise": {"vision": "dinov2"}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, kind: str
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, kind: str
 ) -> None:
     fields = {"save_steps": 3, **INSTRUCT, **KINDS[kind], "dataset_name": str(data)}
-    fields["model_name_or_path"] = str(composed(**MODELS.get(kind, {})))
+    fields["model_name_or_path"] = str(make_model_folder(**MODELS.get(kind, {})))
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
     run(tmp_path, **fields, output_dir=str(unbroken))
@@ -66,9 +66,17 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
             assert step.get(name) == expected.get(name), name
 
 
-def test_a_run_packed_with_sdpa_goes_on_with_sdpa(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+def test_a_run_packed_with_sdpa_goes_on_with_sdpa(
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
     """The default attention of packed runs is "varlen", but a checkpoint may be of a run with sdpa."""
-    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    fields = {
+        **INSTRUCT,
+        **PACKED,
+        "model_name_or_path": str(make_model_folder()),
+        "dataset_name": str(data),
+        "save_steps": 3,
+    }
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"
     new = tmp_path / "new"
@@ -88,10 +96,10 @@ def test_a_run_packed_with_sdpa_goes_on_with_sdpa(composed: Callable[..., Path],
 
 
 def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run begins on a CPU that is fast at bfloat16, and is resumed on a CPU that isn't."""
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    fields = {**INSTRUCT, "model_name_or_path": str(make_model_folder()), "dataset_name": str(data), "save_steps": 3}
     fields["bf16"] = None  # the recipe doesn't say, so the CPU decides
     unbroken = tmp_path / "unbroken"
     broken = tmp_path / "broken"

@@ -31,7 +31,7 @@ from script_runs import (
 from training.run import Run, describe_environment
 
 
-def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+def test_both_stages_from_the_command_line(make_model_folder: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     stage1 = tmp_path / "stage1"
     stage2 = tmp_path / "stage2"
     stage1.mkdir()
@@ -45,13 +45,13 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
         assert result.returncode == 0, result.stderr
         assert "1 processes x 2 rows x 2 accumulation steps = global batch 4" in result.stderr
 
-    launch(stage="align", model_name_or_path=str(composed()), output_dir=str(stage1))
+    launch(stage="align", model_name_or_path=str(make_model_folder()), output_dir=str(stage1))
     launch(**INSTRUCT, model_name_or_path=str(stage1), output_dir=str(stage2))
 
     # Stage 1 trains the projector.
     names = set(load_weights(stage1))
     projector_names = {name for name in names if name.startswith("model.multi_modal_projector.")}
-    assert changed_weights(composed(), stage1) == projector_names
+    assert changed_weights(make_model_folder(), stage1) == projector_names
     assert (stage1 / "README.md").read_text() == "written by the user"
 
     # Stage 2 trains all weights that Llava reads. Llava reads neither the encoder's last layer nor the encoder's
@@ -89,13 +89,13 @@ ONE_STEP = {"max_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant",
 
 
 @pytest.fixture
-def fields(composed: Callable[..., Path], data: Path) -> dict[str, Any]:
+def fields(make_model_folder: Callable[..., Path], data: Path) -> dict[str, Any]:
     """The recipe fields that name the model and the rows."""
-    return {"model_name_or_path": str(composed()), "dataset_name": str(data)}
+    return {"model_name_or_path": str(make_model_folder()), "dataset_name": str(data)}
 
 
 def test_each_module_moves_at_its_own_rate(
-    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path
+    make_model_folder: Callable[..., Path], fields: dict[str, Any], tmp_path: Path
 ) -> None:
     # Adam's first step moves every weight that has a gradient by the learning rate. `FAST` has the common rate, 1e-3,
     # and `INSTRUCT` has the vision encoder's rate, 2e-4.
@@ -105,7 +105,7 @@ def test_each_module_moves_at_its_own_rate(
     assert step["learning_rate/multi_modal_projector.norm"] == 5e-4
     assert step["learning_rate/multi_modal_projector"] == 1e-4
 
-    before = load_weights(composed())
+    before = load_weights(make_model_folder())
     after = load_weights(tmp_path / "out")
     expected_rates = {
         "model.vision_tower.embeddings.patch_embedding.weight": 2e-4,
@@ -120,7 +120,7 @@ def test_each_module_moves_at_its_own_rate(
 
 @pytest.mark.parametrize("clip_by_module", [False, True], ids=["all modules together", "by module"])
 def test_clipping_by_module_leaves_a_modules_small_gradient_whole(
-    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, clip_by_module: bool
+    make_model_folder: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, clip_by_module: bool
 ) -> None:
     # With SGD and a learning rate of 1, a weight changes by its clipped gradient.
     fields |= {**INSTRUCT, **ONE_STEP, "optim": "sgd", "learning_rate": 1.0, "vision_learning_rate": 1.0}
@@ -129,7 +129,7 @@ def test_clipping_by_module_leaves_a_modules_small_gradient_whole(
     run(tmp_path, **fields, output_dir=str(out), clip_by_module=clip_by_module, max_grad_norm=limit)
 
     (step,) = read_steps(out)
-    before = load_weights(composed())
+    before = load_weights(make_model_folder())
     after = load_weights(out)
     weight_prefixes = {
         "multi_modal_projector.norm": NORM,
@@ -180,7 +180,7 @@ def test_the_logged_rate_is_the_highest_if_no_module_has_the_common_rate(
 
 @pytest.mark.parametrize("stage_fields", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
 def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_computes(
-    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage_fields: dict[str, Any]
+    make_model_folder: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage_fields: dict[str, Any]
 ) -> None:
     fields |= {**stage_fields, "logging_steps": 1, "global_batch_size": 30, "num_train_epochs": 3}
     run(tmp_path, **fields, output_dir=str(tmp_path / "padded"))
@@ -196,8 +196,8 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
     # The first loss is the model's loss on all rows in one batch. `collate` uses the chat template, as only stage
     # "instruct" does.
     if stage_fields is INSTRUCT:
-        model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
-        batch = collate(composed(), list(load_rows(fields["dataset_name"])))
+        model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.float32)
+        batch = collate(make_model_folder(), list(load_rows(fields["dataset_name"])))
         assert packed_steps[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
@@ -219,9 +219,9 @@ def test_the_record_has_the_commit_of_this_code(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_in_the_output_folder_is_never_replaced(
-    composed: Callable[..., Path], data: Path, tmp_path: Path
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+    folder = Path(shutil.copytree(make_model_folder(), tmp_path / "model"))
     fields = {**INSTRUCT, "model_name_or_path": str(folder), "dataset_name": str(data), "output_dir": str(folder)}
     before = load_weights(folder)
     for resume in (False, True):
@@ -232,12 +232,12 @@ def test_a_model_in_the_output_folder_is_never_replaced(
         assert torch.equal(tensor, before[name]), name
 
 
-def test_stage_align_refuses_conversations(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+def test_stage_align_refuses_conversations(make_model_folder: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     row = json.loads(data.read_text())[4]  # a row with a picture
     row["conversations"] += [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "two"}]
     path = data.parent / "conversation.json"
     path.write_text(json.dumps([row]))
-    fields = {"model_name_or_path": str(composed()), "dataset_name": str(path), "max_steps": 1}
+    fields = {"model_name_or_path": str(make_model_folder()), "dataset_name": str(path), "max_steps": 1}
     with pytest.raises(ValueError, match=r"row 0: stage 'align' takes one human turn and one gpt turn"):
         run(tmp_path, **fields, stage="align", output_dir=str(tmp_path / "out"))
     run(tmp_path, **fields, **INSTRUCT, output_dir=str(tmp_path / "out"))
@@ -245,14 +245,14 @@ def test_stage_align_refuses_conversations(composed: Callable[..., Path], data: 
 
 @pytest.mark.parametrize("stage_fields", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
 def test_a_small_step_moves_every_value_in_bfloat16_training(
-    composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage_fields: dict[str, Any]
+    make_model_folder: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, stage_fields: dict[str, Any]
 ) -> None:
     # Adam's first step changes a weight by the learning rate, 1e-5. In bfloat16 the change would be lost: from 0.014,
     # for example, the next number is 6e-5 away.
     fields |= {**stage_fields, **PACKED, **ONE_STEP, "bf16": True, "learning_rate": 1e-5}
     run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
 
-    before = load_weights(composed())
+    before = load_weights(make_model_folder())
     after = load_weights(tmp_path / "out")
     trained_names = [f"{NORM}.weight", "model.multi_modal_projector.linear_2.weight"]
     if stage_fields is INSTRUCT:

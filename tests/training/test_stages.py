@@ -21,25 +21,27 @@ def load_for_run(folder: Path, output_dir: Path, **fields: Any) -> NormLlavaForC
     return load_base(run_args, args)
 
 
-def test_the_modules_to_shard_are_in_the_model(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_modules_to_shard_are_in_the_model(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
     """FSDP2 shards the modules whose classes `_no_split_modules` names."""
-    model = load_for_run(composed(), tmp_path, stage="align")
+    model = load_for_run(make_model_folder(), tmp_path, stage="align")
     to_shard = set(model._no_split_modules)
     assert {"NormLlavaMultiModalProjector", "Qwen2DecoderLayer", "SiglipEncoderLayer"} <= to_shard
     assert to_shard <= {type(module).__name__ for module in model.modules()}
 
 
-def test_the_language_model_gets_the_attention_of_the_recipe(composed: Callable[..., Path], tmp_path: Path) -> None:
-    model = load_for_run(composed(), tmp_path, stage="align", attn_implementation="eager")
+def test_the_language_model_gets_the_attention_of_the_recipe(
+    make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = load_for_run(make_model_folder(), tmp_path, stage="align", attn_implementation="eager")
     assert model.config.text_config._attn_implementation == "eager"
 
 
-def test_a_padding_token_that_ends_turns_is_trained(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_padding_token_that_ends_turns_is_trained(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
     """Some language models end turns with their padding token, which Trainer saves in the config.
 
     transformers would give the embedding of the config's padding token no gradient.
     """
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
     pad_token_id = 6  # any token will do
     model.config.text_config.pad_token_id = pad_token_id
     model.save_pretrained(tmp_path)
@@ -49,8 +51,8 @@ def test_a_padding_token_that_ends_turns_is_trained(composed: Callable[..., Path
     assert model.get_input_embeddings().weight.grad[pad_token_id].any()
 
 
-def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[..., Path]) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+def test_trained_weights_are_float32_in_bfloat16_training(make_model_folder: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.bfloat16)
     rates = LearningRates(common=1e-3, vision=0.0, norm=1e-3)
     groups = prepare_stage(model, Stage.ALIGN, rates, frozen_dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():

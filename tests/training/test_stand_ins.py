@@ -34,12 +34,12 @@ def layers_of_class(model: nn.Module, layer_class: type) -> dict[str, Any]:
 
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_the_stand_ins_for_4_bit_layers_have_the_bytes_of_bitsandbytes(
-    composed: Callable[..., Path], double_quant: bool
+    make_model_folder: Callable[..., Path], double_quant: bool
 ) -> None:
     config = quantization_config(torch.float32, double_quant=double_quant)
     options: dict[str, Any] = {"quantization_config": config, "device_map": {"": "cpu"}}
-    quantized = NormLlavaForConditionalGeneration.from_pretrained(composed(), **options)
-    planned = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    quantized = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), **options)
+    planned = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
     pack_layers(planned.model.language_model.layers, double_quant)
 
     planned_layers = layers_of_class(planned, FourBitLinear)

@@ -51,9 +51,9 @@ def make_row(*pictures: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(composed: Callable[..., Path]) -> Path:
+def folder(make_model_folder: Callable[..., Path]) -> Path:
     """The folder of a model that cuts a picture into four tiles at most."""
-    return composed(max_tiles=4)
+    return make_model_folder(max_tiles=4)
 
 
 def check_rows(folder: Path, data: Path, max_tiles: int | None = None) -> tuple[Dataset, RowTokenizer]:
@@ -179,8 +179,14 @@ def test_what_a_run_cannot_do_with_tiles_is_refused(
         run(tmp_path, **INSTRUCT, **fields, **given)
 
 
-def test_max_tiles_needs_a_model_that_cuts_pictures(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    given = {"dataset_name": str(data), "model_name_or_path": str(composed()), "output_dir": str(tmp_path / "out")}
+def test_max_tiles_needs_a_model_that_cuts_pictures(
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    given = {
+        "dataset_name": str(data),
+        "model_name_or_path": str(make_model_folder()),
+        "output_dir": str(tmp_path / "out"),
+    }
     with pytest.raises(UserError, match="max_tiles: this model doesn't cut pictures into tiles"):
         run(tmp_path, **INSTRUCT, **given, max_tiles=2)
 

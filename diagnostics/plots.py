@@ -94,7 +94,8 @@ def draw_figures(
 
     Args:
         models: Summaries by the model's name.
-        swept: Summaries of a sweep by the model's name, then by dose and control.
+        swept: Summaries of a sweep by the model's name. Each model has a summary for every dose (the factor on its
+            image embeddings) and control (whether the picture was its own or another).
     """
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
     if swept:
@@ -241,7 +242,8 @@ def draw_dynamics(summaries: Mapping[int, Summary]) -> Figure:
     for axes, measure in zip(step_axes, ("at_decoder", "turning"), strict=True):
         for modality, style in MODALITY_STYLES.items():
             estimates = [summary.look(measure, modality) for summary in summaries.values()]
-            curve = pd.DataFrame(estimates).assign(step=list(summaries))
+            curve = pd.DataFrame(estimates)  # an estimate's fields become the columns `mean`, `low` and `high`
+            curve["step"] = list(summaries)
             draw_curve(axes, curve, x="step", label=modality, **style)
     step_axes[0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
     step_axes[1].set(xlabel="step", ylabel="turning, 1 − cosine")
@@ -324,7 +326,6 @@ def _rows_of_axes(models: Mapping[str, Any], columns: int) -> tuple[Figure, np.n
     figure, rows = plt.subplots(len(models), columns, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(rows, models, strict=True):
         _set_title(row[0], name[-MAX_TITLE_CHARACTERS:])
-        row[0].margins(x=0.02)
     for axes in rows[-1]:
         axes.set_xlabel("layer")
     return figure, rows

@@ -244,11 +244,10 @@ def is_hub_id(name: str) -> bool:
 
 def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
     """Whether `stages` holds all training of the model since its parts were joined."""
-    # No file records how a Llava checkpoint was trained, or how `training/align.py`, which runs before all stages,
-    # trained a projector.
+    # No file records how a Llava checkpoint was trained. Nor how the aligned start trained the projector, which isn't
+    # a stage.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
-    # The first stage is also called "align".
     return len(stages) > 0 and stages[0].name == "align"
 
 

@@ -50,7 +50,7 @@ def is_plain_llava(config: NormLlavaConfig, processor: Mapping[str, Any]) -> boo
         return False
 
     for name in added_fields(config) - set(FIELDS_WITHOUT_EFFECT):
-        # A field in neither of the constants above, such as `key_adapter_rank`, changes what the model computes.
+        # A field in neither of the constants above is one of a config with key adapters, which Llava can't have.
         if name not in LLAVA_VALUES or getattr(config, name) != LLAVA_VALUES[name]:
             return False
     return True

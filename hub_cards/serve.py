@@ -72,7 +72,7 @@ def build_app(model: str, revision: str) -> Any:
         UserError: if transformers refuses the model.
         OSError: if a repository, a revision or a file of the model is missing.
     """
-    # These modules are installed by the extra "release".
+    # What these modules need is installed by the extra "release".
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -125,7 +125,7 @@ def build_app(model: str, revision: str) -> Any:
 def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
     """Change one of transformers' handlers so that it refuses requests that name files of this machine.
 
-    To requests that can't be read, the handler then answers with status 400, where transformers would answer 500.
+    The changed handler also answers requests that can't be read with status 400. Transformers' own answers with 500.
 
     Args:
         handler: The handler, which is changed in place.

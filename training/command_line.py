@@ -128,7 +128,7 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
 
     is_valid = isinstance(recipe, dict) and None not in recipe.values()
     if not is_valid:
-        raise UserError(f"--config {path} must be a mapping of fields to values; leave out what has none.")
+        raise UserError(f"--config {path} must be a mapping of fields to values; leave out fields without a value.")
     for name in recipe:
         refuse_renamed_field(name)
 

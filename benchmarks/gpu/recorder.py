@@ -123,8 +123,8 @@ class StepRecorder(TrainerCallback):
             )
         )
 
-    # These hooks mark four moments of each pass, in this order: forward it enters the first layer and leaves the last
-    # layer, and backward it enters the last layer and leaves the first layer.
+    # The next four hooks mark, in this order, when the forward pass enters the first layer and leaves the last layer,
+    # and when the backward pass enters the last layer and leaves the first layer.
     def _enter_layers(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self.layers_stopwatch.mark()
         inputs["inputs_embeds"].register_hook(self._mark_gradient)  # called when the gradient leaves the first layer

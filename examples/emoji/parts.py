@@ -175,8 +175,9 @@ def read_positions(graph: onnx.GraphProto, arrays: Weights) -> torch.Tensor:
     positions = []
     for node_name in POSITION_NODES:
         # Of the node's inputs, the file has only the embeddings. The other inputs are computed.
-        (embeddings,) = [arrays[name] for name in nodes[node_name].input if name in arrays]
-        positions.append(embeddings)
+        stored_inputs = [name for name in nodes[node_name].input if name in arrays]
+        (embeddings_name,) = stored_inputs
+        positions.append(arrays[embeddings_name])
     return torch.cat(positions, dim=1)
 
 

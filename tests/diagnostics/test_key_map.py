@@ -13,7 +13,7 @@ from diagnostics.table import Summary
 from families import build, inputs, record_sample
 
 
-LAYERS = (0, 5, 9, 20)  # of which the records have keys
+LAYERS = (0, 5, 9, 20)  # the layers whose keys the records have
 PLACED_LAYERS = [0, 9, 20]  # the first, the third and the last of `LAYERS`
 NUM_PICTURES = 6
 NUM_TEXT_TOKENS = 12  # of the question that is asked about each picture

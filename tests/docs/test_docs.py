@@ -150,7 +150,7 @@ def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypat
 def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
     on_page = options_on_page("sft")
     fields = {field.name: field for field in dataclasses.fields(RunArguments)}
-    for name in RunArguments.__annotations__:
+    for name in RunArguments.__annotations__:  # without the fields that `RunArguments` inherits from TRL
         field = fields[name]
         if not field.init:  # the user can't set such a field, so it has no option
             continue
@@ -182,7 +182,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
 def test_commands_take_the_options_that_pages_give(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In an empty folder no parser refuses a command because its output exists already.
+    # A parser may refuse a command whose output folder exists. In an empty folder no such folder exists.
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     if words[0] == "make":

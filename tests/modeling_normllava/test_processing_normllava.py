@@ -49,7 +49,7 @@ def test_a_picture_has_the_image_tokens_of_all_its_tiles(folder: Path, size: tup
     width, height = size
     counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
     assert counts.num_image_tokens == [num_image_tokens]
-    assert counts.num_image_patches == [num_tiles]
+    assert counts.num_image_patches == [num_tiles]  # transformers' "patches" are tiles here
 
 
 def test_each_picture_of_a_prompt_has_its_own_number_of_tokens(folder: Path) -> None:

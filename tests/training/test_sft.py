@@ -64,6 +64,7 @@ def test_both_stages_from_the_command_line(make_model_folder: Callable[..., Path
     steps = read_steps(stage2)
     assert [step["step"] for step in steps] == [2, 4, 6, 8]
     assert read_metrics(stage2)[-1]["step"] == 8  # the line on the whole run
+    # In the log, "multi_modal_projector" stands for the projector without its norm.
     modules = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
     for step in steps:
         assert step["norm/ratio"] == pytest.approx(step["norm/visual"] / step["norm/text"])
@@ -97,7 +98,7 @@ def fields(make_model_folder: Callable[..., Path], data: Path) -> dict[str, Any]
 def test_each_module_moves_at_its_own_rate(
     make_model_folder: Callable[..., Path], fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    # Adam's first step moves every weight that has a gradient by the learning rate. `FAST` has the common rate, 1e-3,
+    # Adam's first step moves every weight that has a gradient by the learning rate. `run` adds the common rate, 1e-3,
     # and `INSTRUCT` has the vision encoder's rate, 2e-4.
     rates = {"norm_learning_rate": 5e-4, "projector_learning_rate": 1e-4}
     run(tmp_path, **fields, **INSTRUCT, **ONE_STEP, **rates, output_dir=str(tmp_path / "out"))

@@ -95,7 +95,7 @@ def draw_figures(
     Args:
         models: Summaries by the model's name.
         swept: Summaries of a sweep by the model's name. Each model has a summary for every dose (the factor on its
-            image embeddings) and control (whether the picture was its own or another).
+            image embeddings) and control (whether the model saw the question's own picture, a blank or another one).
     """
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
     if swept:

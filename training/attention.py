@@ -202,8 +202,8 @@ def attend_by_sample(
 ) -> torch.Tensor:
     """The output of [`varlen_attention_forward`], computed by sdpa for one sample after the other.
 
-    Adjacent samples of the same length are computed in one call. Otherwise a batch without pictures would take hundreds
-    of calls: the collator adds a blank picture, and each of the blank picture's tokens is a sample by itself.
+    Adjacent samples of the same length are computed in one call. Otherwise a batch without pictures would take
+    hundreds of calls: the collator adds a blank picture, and each of the blank picture's tokens is a sample by itself.
     """
     if query.is_cuda:
         warn_of_sdpa(value.dtype, query.shape[-1], dropout)

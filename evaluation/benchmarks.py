@@ -47,7 +47,7 @@ PAPER = (
         task="mmbench_en_dev_static",
         metric="gpt_eval_score",
         scale=100.0,
-        choice="letters read by rules; the benchmark itself asks a paid model, and guesses where that fails",
+        choice="rules find the letter in an answer; the benchmark itself has a paid model find it, or guesses",
         row_log="answer in each order",
     ),
     Benchmark(
@@ -84,7 +84,7 @@ PAPER = (
         harness="lmms-eval",
         task="scienceqa_img",
         metric="exact_match",
-        choice="questions with a picture; the paper doesn't say which",
+        choice="the questions with a picture; the paper doesn't say which questions it took",
     ),
     Benchmark(
         title="AI2D",

@@ -1,4 +1,4 @@
-"""Serve a NormLlava with `transformers serve`, which answers chat requests with pictures, as OpenAI's API does.
+"""Serve a NormLlava with `transformers serve`, which answers as OpenAI's API does. Requests may contain pictures.
 
     python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0 --port 8000
 
@@ -125,12 +125,12 @@ def build_app(model: str, revision: str) -> Any:
 def guard_handler(handler: Any, model: str, pinned_model: str) -> None:
     """Change one of transformers' handlers so that it refuses requests that name files of this machine.
 
-    The changed handler also answers requests that can't be read with status 400. Transformers' own answers with 500.
+    If a request can't be read, the changed handler answers with status 400. The unchanged one would answer with 500.
 
     Args:
         handler: The handler, which is changed in place.
         model: The name by which clients may ask for the model.
-        pinned_model: The name by which transformers knows the model, with the revision.
+        pinned_model: The name by which transformers knows the model, with the revision of a Hub id.
     """
     from starlette.exceptions import HTTPException
 

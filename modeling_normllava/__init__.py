@@ -48,6 +48,7 @@ __all__ = [
     "NormLlavaForConditionalGeneration",
     "NormLlavaKeyAdapterConfig",
     "NormLlavaKeyAdapterForConditionalGeneration",
+    "NormLlavaKeyAdapterModel",
     "NormLlavaModel",
     "NormLlavaProcessor",
 ]

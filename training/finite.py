@@ -52,6 +52,7 @@ class FiniteWatch:
 
 def describe_steps(first: int, last: int) -> str:
     """The steps from `first` to `last`, in words."""
-    if first >= last:  # `first` is larger at a second check of the same step
+    # `first` is `last + 1` if this step was checked before, and a value was noted since, such as before saving.
+    if first >= last:
         return f"step {last}"
     return f"one of the steps {first} to {last}"

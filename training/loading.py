@@ -68,6 +68,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         options["dtype"] = args.frozen_dtype
         options["device_map"] = {"": args.device}  # the whole model on one device
 
+    # A config with key adapters has a model class of its own.
     model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with errors_named_after(name):
         model = model_class.from_pretrained(name, revision=run_args.model_revision, **options)
@@ -91,7 +92,8 @@ def prepare_model(
 ) -> tuple[Any, list[ModuleGroup]]:
     """Prepare a loaded model, in place, for the stage of the run.
 
-    Frozen weights get `frozen_dtype`. In a plan this is the dtype that they have on a GPU.
+    Frozen weights get `frozen_dtype`. In training this is `args.frozen_dtype`. `training/plan.py`, which plans on a CPU
+    for a GPU, gives the dtype that frozen weights have on a GPU.
 
     Returns:
         The model that Trainer trains, which in stage 'adapt' is a `PeftModel` around the loaded model, and the model's

@@ -97,7 +97,7 @@ class StepRecorder(TrainerCallback):
         self.step_stopwatch.mark()
 
     def end_step(self) -> None:
-        """Record that a step has ended, of a trainer or of the bare loop."""
+        """Record that a step has ended. bare_loop.py, a loop without a trainer, calls this itself."""
         self.step += 1
         self.step_stopwatch.mark()
 
@@ -123,8 +123,8 @@ class StepRecorder(TrainerCallback):
             )
         )
 
-    # The next four hooks mark, in this order, when the forward pass enters the first layer and leaves the last layer,
-    # and when the backward pass enters the last layer and leaves the first layer.
+    # In each pass these hooks mark four times: when the forward pass enters the first layer and when it leaves the last
+    # layer, and when the backward pass enters the last layer and when it leaves the first layer.
     def _enter_layers(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self.layers_stopwatch.mark()
         inputs["inputs_embeds"].register_hook(self._mark_gradient)  # called when the gradient leaves the first layer

@@ -57,13 +57,14 @@ def test_queries_of_zero_attend_to_all_visible_keys_evenly(name: str, padding: i
         prompt_length = len(sample["input_ids"][0]) - padding
         num_visible = [prompt_length] * len(record.queries)
     else:
-        num_visible = (record.queries + 1 - padding).tolist()  # positions count from 0
+        query_positions = record.queries  # counted from 0, with the padding
+        num_visible = (query_positions + 1 - padding).tolist()
     visible_in_layer_0 = record.visible[0]  # [num_queries, num_tokens]
     assert visible_in_layer_0.sum(dim=1).tolist() == num_visible
 
     rows = measure_attention([record])
     assert rows is not None
-    shares = rows.set_index("measure")["value"]  # of each measure, a value for each layer
+    shares = rows.set_index("measure")["value"]  # the index repeats each measure, once for each layer
     for suffix in ("", "_without_sinks"):
         measured = shares[f"attention{suffix}"].tolist()
         even = shares[f"attention_even{suffix}"].tolist()
@@ -73,22 +74,23 @@ def test_queries_of_zero_attend_to_all_visible_keys_evenly(name: str, padding: i
 def test_attention_is_measured_with_sinks_and_without() -> None:
     """All attention goes to three tokens: an image token that is a sink, another image token and a text token."""
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
-    types = record.tokens_with_sinks
-    image_positions = types.visual.nonzero()[:, 0]
-    text_positions = types.text.nonzero()[:, 0]
+    tokens = record.tokens_with_sinks
+    image_positions = tokens.visual.nonzero()[:, 0]
+    text_positions = tokens.text.nonzero()[:, 0]
     sink = image_positions[0]
     image_token = image_positions[1]
     text_token = text_positions[0]
 
-    probabilities = torch.zeros(1, len(record.queries), len(types.visual))  # [num_heads, num_queries, num_tokens]
+    probabilities = torch.zeros(1, len(record.queries), len(tokens.visual))  # [num_heads, num_queries, num_tokens]
     probabilities[..., sink] = 0.6
     probabilities[..., image_token] = 0.1
     probabilities[..., text_token] = 0.3
-    is_sink = torch.zeros_like(types.visual)
+    is_sink = torch.zeros_like(tokens.visual)
     is_sink[sink] = True
-    record = dataclasses.replace(record, attention={0: probabilities}, tokens=types.exclude("sink", is_sink))
+    tokens_without_sink = tokens.exclude("sink", is_sink)  # "sink" is the reason why the token is left out
+    changed_record = dataclasses.replace(record, attention={0: probabilities}, tokens=tokens_without_sink)
 
-    measured = measure_attention([record])
+    measured = measure_attention([changed_record])
     assert measured is not None
     summary = Summary.of(measured)
     assert summary.look("attention").mean == pytest.approx(0.6 + 0.1)

@@ -1,4 +1,4 @@
-"""Runs training/sft.py on CPUs, and simulates what a test asks for in environment variables:
+"""Runs training/sft.py on CPUs, and stages what a test asks for in environment variables:
 
 - `STAGED_MEMORY`: The bytes that the device of each process has, such as "2000,1100". Each pass takes 1000.
 - `STAGED_NAN`: The number of the process whose loss in the second step is NaN.

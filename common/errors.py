@@ -14,7 +14,7 @@ class UserError(ValueError):
 
 @contextmanager
 def errors_named_after(name: str | Path) -> Iterator[None]:
-    """Run the body of a `with` that loads a model or a part of it. A library's error becomes ours, and names the model.
+    """Run the body of a `with` that loads a model or a part of it. A library's error becomes ours and names the model.
 
     transformers, PEFT and the model class raise `ValueError` for files that are wrong, and `ImportError` for a package
     that is missing. Most of these errors don't say which folder they are about.

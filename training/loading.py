@@ -92,8 +92,8 @@ def prepare_model(
 ) -> tuple[Any, list[ModuleGroup]]:
     """Prepare a loaded model, in place, for the stage of the run.
 
-    Frozen weights get `frozen_dtype`. In training this is `args.frozen_dtype`. `training/plan.py`, which plans on a CPU
-    for a GPU, gives the dtype that frozen weights have on a GPU.
+    Frozen weights get `frozen_dtype`. In training this is `args.frozen_dtype`. `training/plan.py` plans for a GPU on a
+    CPU, and gives the dtype that frozen weights have on a GPU.
 
     Returns:
         The model that Trainer trains, which in stage 'adapt' is a `PeftModel` around the loaded model, and the model's

@@ -123,8 +123,8 @@ class StepRecorder(TrainerCallback):
             )
         )
 
-    # In each pass these hooks mark four times: when the forward pass enters the first layer and when it leaves the last
-    # layer, and when the backward pass enters the last layer and when it leaves the first layer.
+    # In each pass these hooks mark four times: when the forward pass enters the first layer and leaves the last layer,
+    # and when the backward pass enters the last layer and leaves the first layer.
     def _enter_layers(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self.layers_stopwatch.mark()
         inputs["inputs_embeds"].register_hook(self._mark_gradient)  # called when the gradient leaves the first layer

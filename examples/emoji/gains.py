@@ -28,8 +28,8 @@ NORMS = Path(__file__).with_name("trial.png")
 # The factors by which each model's image embeddings were multiplied for the test.
 SCALES = (0.03, 0.1, 0.3, 1, 3, 10, 30)
 CONTROL = "no norm"  # the arm of the controls, as the records name it
-# The other arms: their names in the records, and their titles on the figures. "Started at T" in a record means that the
-# projector was scaled once.
+# The other arms: their names in the records, and their titles on the figures. "Started at T" means that the projector
+# was scaled once.
 ARMS = {
     "started at T, no norm": "scaled once, no norm",
     "GWC at T": "LayerNorm at T",

@@ -115,7 +115,7 @@ def test_an_error_names_the_model_or_the_picture(
     make_model_folder: MakeModelFolder, pictures: list[Image.Image]
 ) -> None:
     model, processor = load_model(str(make_model_folder()))
-    with pytest.raises(DiagnosticsError, match=r"^mine: It has layers 0 to 1, got --layers 9"):
+    with pytest.raises(DiagnosticsError, match=r"^mine: The decoder has layers 0 to 1, got --layers 9"):
         measure(model, processor, pictures, name="mine", layers=[9])
 
     processor.chat_template = "{{ raise_exception('System role not supported') }}"

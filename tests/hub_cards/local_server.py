@@ -43,7 +43,7 @@ def find_free_port() -> int:
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Wait until the server answers. Fails with the server's log if the server ends, or isn't healthy after 120 tries."""
+    """Wait until the server answers. Fails with the server's log if the server ends, or doesn't answer 120 tries."""
     for _ in range(120):
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)

@@ -6,6 +6,8 @@ VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 # OpenMP's threads would spin while they wait, and slow training down beside any other process.
 export OMP_WAIT_POLICY ?= passive
+# Otherwise Python would compile each module in every process, since pip compiles none.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install quickstart emoji test test-slow quality docs
 
@@ -15,8 +17,9 @@ help: ## what can be made
 install: $(VENV)/installed ## the tested versions of all packages, into .venv
 
 # What the quickstart and the README's commands need. torch on its own first: where a local build is at hand, the pin
-# finds it before anything else asks for torch.
-PIP_INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
+# finds it before anything else asks for torch. pip would take longer to compile all modules than to install them, so
+# Python compiles those that are imported.
+PIP_INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 $(VENV)/installed-to-use: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch

@@ -245,14 +245,14 @@ class _TypesDifferError(Exception):
 
 
 def common_features(source: Source) -> datasets.Features | None:
-    """Find features that fit all parquet files of a source.
+    """Find features that fit all parquet files of a source, if the types of the files differ.
 
     By itself, `datasets` takes the types of the first file for all files. If a column of the first file is all null or
     empty, such as the pictures' column in a shard without pictures, the column has no type in this file, and the next
     file doesn't fit.
 
     Returns:
-        `None` if all files have the same types, or if no features fit them all.
+        The features. `None` if all files have the same types, or if no features fit them all: then `datasets` decides.
 
     Raises:
         UserError: if a file is not a parquet file.

@@ -258,7 +258,7 @@ def draw_dynamics(summaries: Mapping[int, Summary]) -> Figure:
             # The bands are faint, because those of many checkpoints overlap.
             draw_curve(axes, summary.curve("turning", modality), band_opacity=0.07, color=colour)
         axes.set(xlabel="layer", ylabel=f"1 − cosine, {modality}")
-        axes.sharey(layer_axes[0])
+    layer_axes[1].sharey(layer_axes[0])
     figure.colorbar(ScalarMappable(scale, colours), ax=layer_axes, label="step", pad=0.02)
     return figure
 

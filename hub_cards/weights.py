@@ -1,6 +1,6 @@
 """Read the weight files of a model: count the weights of each part, and find tensors with values that are not finite.
 
-Each file is read only once, since the files of a large model take long to read.
+One pass over the files does both, since the files of a large model take long to read.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ NORM_PREFIX = "model.multi_modal_projector.norm."
 KEY_ADAPTER = ".key_adapter."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Weights:
     """What the weight files of a folder hold.
 

@@ -88,7 +88,7 @@ def mean_over_pairs(kernel: torch.Tensor) -> torch.Tensor:
 def gram_distance(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Mean over heads of `|G - G_ref|²_F / n²`, where G and G_ref are Gram matrices of keys and of reference keys.
 
-    Adding the same vector to all keys doesn't change this distance, although it can make the MMD smaller.
+    Adding the same vector to all keys of a modality doesn't change this distance. The MMD would change.
 
     Args:
         keys, reference: Keys of the same n tokens of a modality, each `(num_heads, n, head_dim)`.
@@ -209,7 +209,8 @@ class KeyAlignment:
 
         def record_keys(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             # A pass without gradients has no penalty, so its keys aren't kept. Other passes keep the keys of all
-            # tokens: gradient checkpointing would have to repeat a selection, but by then hooks record nothing.
+            # tokens, and `penalty` selects the drawn tokens. A selection in this hook would break gradient checkpointing,
+            # which runs a layer again while hooks record nothing, and fails if the operations differ.
             if self._tokens is not None and torch.is_grad_enabled():
                 self._keys[number] = output
 

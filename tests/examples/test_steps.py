@@ -20,7 +20,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_step(name: str, has_last_file: bool = True) -> Step:
     """A step that adds the line "run" to the file of this name.
 
-    With `has_last_file=False` the step names no last file, so it is never done.
+    The file also is the step's last file, by which `run_steps` knows that the step is done. With `has_last_file=False`
+    the step has no last file, and so runs every time.
     """
     program = f"with open('{name}', 'a') as file: file.write('run\\n')"
     last_files = (Path(name),) if has_last_file else ()

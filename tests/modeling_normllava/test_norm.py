@@ -113,7 +113,7 @@ def test_gradients_of_low_precision_inputs_are_those_of_the_paper(dtype: torch.d
     norm = make_norm().to(dtype)
     assert torch.equal(norm.weight, make_norm().weight)  # the gain stays float32, unrounded
     x = (30 * torch.randn(64, HIDDEN_SIZE)).to(dtype).requires_grad_()
-    # This gradient is so small that it would underflow if it were scaled in float16.
+    # This gradient is so small that its product with the gain would underflow in float16.
     grad_output = (1e-5 * torch.randn(64, HIDDEN_SIZE)).to(dtype)
     output = norm(x)
     output.backward(grad_output)
@@ -121,7 +121,7 @@ def test_gradients_of_low_precision_inputs_are_those_of_the_paper(dtype: torch.d
     assert x.grad.dtype == dtype
 
     input_gradient, gain_gradient, bias_gradient = paper_gradients(x, norm.weight, norm.bias, grad_output)
-    # The input's gradient is about 1e-6 here, for which float16 has few bits. So the expected gradient is rounded too.
+    # The input's gradient is so small that float16 has few bits for it. So the expected gradient is rounded too.
     assert relative_error(x.grad, input_gradient.to(dtype).double()) < tolerance
     assert relative_error(norm.weight.grad, gain_gradient) < tolerance
     assert relative_error(norm.bias.grad, bias_gradient) < tolerance

@@ -150,7 +150,7 @@ class Probe:
             self._check_decoder_input(features)
             self._tokens = exclude_newlines(self._model, features[0], self._tokens)
             return
-        if place not in PLACES_BEFORE_DECODER:
+        if place not in PLACES_BEFORE_DECODER:  # "before_mlp" and "after_mlp" of the decoder's first layer
             return
 
         if place == "encoder_output":

@@ -38,7 +38,7 @@ class RequestArguments(NamedTuple):
 
 
 class ImageTextToText(lmms):
-    """Answers chats greedily, in batches. If several processes are launched, each answers its share of the rows.
+    """Answers chats without sampling, in batches. If several processes are launched, each answers its share of the rows.
 
     Args:
         pretrained: Checkpoint folder or Hub id. The code that comes with it is run.
@@ -86,13 +86,13 @@ class ImageTextToText(lmms):
 
     @torch.inference_mode()
     def _answer(self, batch: list[RequestArguments]) -> list[str]:
-        """Greedy answers to a batch of requests, which have the same settings."""
+        """Answers to a batch of requests, which have the same settings."""
         settings = batch[0].settings
         # A task that doesn't set `do_sample` asks for sampling by a temperature above 0.
         has_temperature = bool(settings.get("temperature"))
         is_sampled = settings.get("do_sample", has_temperature)
         if is_sampled:
-            raise UserError(f"{batch[0].task} asks for sampled answers; this model only answers greedily.")
+            raise UserError(f"{batch[0].task} asks for sampled answers; here answers are never sampled.")
 
         chats = []
         for request in batch:
@@ -114,13 +114,13 @@ class ImageTextToText(lmms):
             max_new_tokens=settings.get("max_new_tokens", 1024),  # the default of most models in lmms-eval
             num_beams=settings.get("num_beams", 1),
             do_sample=False,
-            # The checkpoint's generation config may set the next two, but the answers shall be purely greedy.
+            # The checkpoint's generation config may set the next two, but a task's answers shall depend on its settings alone.
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
         )
         prompt_length = inputs["input_ids"].shape[1]
-        answers = generated[:, prompt_length:]
-        texts = self._processor.batch_decode(answers, skip_special_tokens=True)
+        answer_ids = generated[:, prompt_length:]
+        texts = self._processor.batch_decode(answer_ids, skip_special_tokens=True)
         stop_strings = settings.get("until") or []
         return [cut_at_stop(text, stop_strings) for text in texts]
 

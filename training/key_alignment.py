@@ -209,8 +209,8 @@ class KeyAlignment:
 
         def record_keys(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             # A pass without gradients has no penalty, so its keys aren't kept. Other passes keep the keys of all
-            # tokens, and `penalty` selects the drawn tokens. A selection in this hook would break gradient checkpointing,
-            # which runs a layer again while hooks record nothing, and fails if the operations differ.
+            # tokens, and `penalty` selects the drawn tokens. A selection in this hook would break gradient
+            # checkpointing, which runs a layer again while hooks record nothing, and fails if the operations differ.
             if self._tokens is not None and torch.is_grad_enabled():
                 self._keys[number] = output
 

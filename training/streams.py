@@ -88,7 +88,7 @@ class StreamBatches(IterableDataset):
             if len(rows) == self.args.per_device_train_batch_size:
                 batch = self.collate(rows)
                 # `record_trained` gets this place when the batch has been trained on.
-                place = {"reader": reader, "rows": share.state_dict()}
+                place = {"reader": reader, "share_state": share.state_dict()}
                 yield {**batch, PLACE: place}
                 rows = []
 
@@ -147,7 +147,7 @@ class StreamBatches(IterableDataset):
     def record_trained(self, place: dict[str, Any]) -> None:
         """Record that the run has trained on the batch with this place."""
         reader = place["reader"]
-        self.places[reader] = place["rows"]
+        self.places[reader] = place["share_state"]
         self.next_reader = (reader + 1) % len(self.places)
 
     def write_place(self, folder: Path, is_main_process: bool) -> None:

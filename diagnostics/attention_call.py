@@ -77,8 +77,8 @@ class AttentionCalls(ExitStack):
         if self._implementation != "sdpa":
             return [f"attention, keys: not recorded, the decoder runs with {self._implementation}, not with sdpa"]
         return [
-            f"keys of layer {', '.join(without_keys)}: not recorded, there is no attention over the sample, or none "
-            f"of its {', '.join(KEYS_MODULES)} returns the keys that are rotated"
+            f"keys of layer {', '.join(without_keys)}: not recorded. Either the layer doesn't attend to all tokens at "
+            f"once, or none of its modules {', '.join(KEYS_MODULES)} returns the keys that are rotated"
         ]
 
     def _watch_keys(self) -> None:

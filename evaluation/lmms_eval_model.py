@@ -38,7 +38,7 @@ class RequestArguments(NamedTuple):
 
 
 class ImageTextToText(lmms):
-    """Answers chats without sampling, in batches. If several processes are launched, each answers its share of the rows.
+    """Answers chats without sampling, in batches. Each of several processes answers its share of the rows.
 
     Args:
         pretrained: Checkpoint folder or Hub id. The code that comes with it is run.
@@ -114,7 +114,7 @@ class ImageTextToText(lmms):
             max_new_tokens=settings.get("max_new_tokens", 1024),  # the default of most models in lmms-eval
             num_beams=settings.get("num_beams", 1),
             do_sample=False,
-            # The checkpoint's generation config may set the next two, but a task's answers shall depend on its settings alone.
+            # The checkpoint's generation config may set these two, but answers shall depend on the task's settings.
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
         )

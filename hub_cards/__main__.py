@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_push(args: argparse.Namespace) -> None:
-    """Build a run's release folder if it is missing, then push it. A dry run only shows what a push would change."""
+    """Build a run's release folder if it is missing, and check it. Then push it, or show what a push would change."""
     has_token = get_token() is not None
     if not has_token and not args.dry_run:
         raise UserError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
@@ -129,7 +129,7 @@ def show_changes(folder: Path, has_token: bool) -> None:
         logger.info("There is no token, so the Hub was not asked what it holds.")
     logger.info(
         "Dry run: nothing was pushed. Look at %s. To push it, give the same command without --dry_run and without "
-        "options of the build.",
+        "options of the build, such as --license.",
         folder,
     )
 

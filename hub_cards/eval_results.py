@@ -56,8 +56,9 @@ def write_eval_results(folder: Path, evaluations: Sequence[Evaluation], benchmar
 
 
 def leaderboard_value(evaluation: Evaluation) -> float:
-    """A result's value for a leaderboard: a harness's fraction becomes percent, a script's value stays as it is."""
-    if evaluation.harness is None:
+    """A result's value for a leaderboard, which shows percent."""
+    measured_by_script = evaluation.harness is None
+    if measured_by_script:  # scripts of this repository give percent, and harnesses give fractions
         return evaluation.value
     return round(100 * evaluation.value, 4)
 

@@ -17,8 +17,8 @@ class NormLlavaProcessor(LlavaProcessor):
     more tile, the thumbnail. In `pixel_values` the tiles of all pictures follow each other. In transformers' names
     (`num_patches`, `num_image_patches`, `max_patches`), "patches" are tiles.
 
-    In the prompt, one image token stands for a picture. The processor repeats the token for every patch (or square of
-    merged patches) of all the picture's tiles.
+    In the prompt, one image token stands for a picture. The processor repeats the token as often as the vision encoder
+    has patches (or squares of merged patches) for all the picture's tiles.
     """
 
     @property

@@ -73,7 +73,7 @@ def imported_names(node: ast.AST, package: str) -> set[str]:
 
     module = node.module or ""
     is_relative = node.level > 0
-    if is_relative:  # no package has a package inside, so the import is relative to the package itself
+    if is_relative:  # only modeling_normllava has relative imports, and it has no folders inside
         module = f"{package}.{module}".rstrip(".")
     return {module} | {f"{module}.{alias.name}" for alias in node.names}
 

@@ -150,7 +150,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     # Load the model.
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
-    trained_model, groups = prepare_model(model, run_args, args, args.frozen_dtype)
+    trained_model, module_groups = prepare_model(model, run_args, args, frozen_dtype=args.frozen_dtype)
     if checkpoint is not None:
         check_weights(checkpoint, trained_model)
     key_alignment = None
@@ -160,7 +160,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     # Train.
     trainer = NormLlavaTrainer(
         trained_model,
-        groups,
+        module_groups,
         run,
         sampler=sampler,
         stream=stream,
@@ -173,8 +173,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         processing_class=row_tokenizer.processor,
         data_collator=collate,
     )
-    logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args))
-    del groups  # their references to unsharded parameters would keep memory that FSDP2 frees by sharding
+    logger.info("%s\n%s", describe_stage(stage, module_groups), describe_batch(run_args, args))
+    del module_groups  # their references to unsharded parameters would keep memory that FSDP2 frees by sharding
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     logger.info("Saved to %s", output_dir)

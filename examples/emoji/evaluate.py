@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def record_results(folder: Path, results: Sequence[Result]) -> None:
-    """Write the results of the model's answers into its evaluation.json, without the results to compare with."""
+    """Write the results of the model's answers into its evaluation.json. Guesses and probes are left out."""
     rows = []
     for result in results:
         if result["seen"] == OWN_DRAWING:

@@ -102,11 +102,11 @@ def with_vectors(
         space: `"keys"` or `"values"`.
     """
     num_heads, _, head_dim = image_vectors.shape
-    types = record.tokens_with_sinks
-    length = len(types.visual)
+    tokens = record.tokens_with_sinks  # all image and text tokens, also those that are sinks in the real record
+    length = len(tokens.visual)
     vectors = torch.zeros(num_heads, length, head_dim)
-    vectors[:, types.visual] = image_vectors
-    vectors[:, types.text] = text_vectors
+    vectors[:, tokens.visual] = image_vectors
+    vectors[:, tokens.text] = text_vectors
     return dataclasses.replace(record, **{space: {0: vectors}}, key_positions=torch.arange(length))
 
 
@@ -135,7 +135,8 @@ def test_modalities_that_are_alike_have_no_distance(record: Record) -> None:
         records.append(with_vectors(record, image_vectors, text_vectors))
 
     estimates = measure_only_layer(records)
-    assert estimates["tokens"].mean == 8 * NUM_TEXT_TOKENS  # all text tokens, and as many image tokens
+    # `tokens` is the number of tokens of each modality: all text tokens, and as many image tokens.
+    assert estimates["tokens"].mean == 8 * NUM_TEXT_TOKENS
     assert abs(estimates["mmd"].mean) < 0.02
     assert 0.3 < estimates["probe"].mean < 0.7  # 0.5 is chance
 
@@ -178,7 +179,7 @@ def draw_records(
 
 def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -> None:
     mmds = []
-    floors = []  # the distances that chance gives between halves of the pictures
+    floors = []  # `mmd_halves`, which 95% of the distances between random halves of the pictures don't reach
     for seed in range(20):
         records = draw_records(record, torch.Generator().manual_seed(seed))
         estimates = measure_only_layer(records)
@@ -188,7 +189,7 @@ def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -
     # The mean of 20 estimates is 0 within three standard errors. With pairs of tokens of one picture it would be 0.03.
     standard_error = np.std(mmds) / np.sqrt(20)
     assert abs(np.mean(mmds)) < 3 * standard_error
-    # Modalities differ only as halves of the pictures do, so most of the estimates, but not all, are below the floor.
+    # The modalities differ by chance alone, so most of the estimates don't reach the floor either.
     is_below_floor = np.array(mmds) < np.array(floors)
     assert 0.7 < is_below_floor.mean() < 1
 
@@ -199,7 +200,6 @@ def test_one_picture_is_not_measured(record: Record) -> None:
 
 
 def test_more_than_nine_of_ten_intervals_of_mmd_hold_the_mean_of_all(record: Record) -> None:
-    """With pairs of tokens within a picture, the mean would lie above the interval."""
     generator = torch.Generator().manual_seed(0)
     estimates = []
     for _ in range(30):

@@ -73,7 +73,7 @@ def vllm_python() -> Path:
 def wide_text_model(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model whose attention heads have width 64. On a CPU, vLLM can't do width 8, which other tests use.
 
-    vLLM's own Qwen2 doesn't read `head_dim`, but divides `hidden_size` by the number of heads.
+    vLLM's own Qwen2 doesn't read `head_dim`. It divides `hidden_size` by the number of heads: 64 here, too.
     """
     folder = tmp_path_factory.mktemp("wide") / "text"
     set_seed(0)

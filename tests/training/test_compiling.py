@@ -203,7 +203,7 @@ def test_a_compiled_run_logs_and_saves_what_an_uncompiled_run_does(
             if not name.endswith(("runtime", "_per_second")):  # times differ
                 assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
-    # The compiled run saves the same files. The saved weights have the usual names, without torch.compile's `_orig_mod`.
+    # The compiled run saves the same files, and its weights have no torch.compile's `_orig_mod` in their names.
     assert {path.name for path in compiled.iterdir()} == {path.name for path in uncompiled.iterdir()}
     (weight_file,) = compiled.glob("*.safetensors")
     assert not any("_orig_mod" in name for name in load_weights(compiled, weight_file.name))

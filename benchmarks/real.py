@@ -280,10 +280,10 @@ class BareLoop(TrainerCallback):
         """Read all batches of the trainer, and load the loop's model.
 
         Raises:
-            ValueError: if the trainer's steps have several batches, since the loop's steps have one.
+            UserError: if the trainer's steps have several batches, since the loop's steps have one.
         """
         if not self.alone and args.gradient_accumulation_steps != 1:
-            raise ValueError(
+            raise UserError(
                 f"The rows of a step fill {args.gradient_accumulation_steps} batches, and the loop beside the trainer "
                 "takes one. Lower --batch_size, or give --alone."
             )

@@ -207,7 +207,7 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
     """
     try:
         image_sizes = content_check.result()  # raises what the call raised
-        conversations = json.dumps(row_turns(row))
+        conversations = json.dumps(row_turns(row), default=str)
         tokens = check.tokenize(row, image_sizes)
     except BadRowError as error:
         # An error of the operating system has an `errno`. The error that a broken picture raises has none.

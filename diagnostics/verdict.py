@@ -45,7 +45,7 @@ class Change(StrEnum):
     BETTER = "clearly better"
     WORSE = "clearly worse"
     UNCLEAR = "no clear change"
-    NONE = "no change"  # the score is the same for every picture
+    NONE = "no change"  # each picture's score stays the same
 
 
 class Advice(StrEnum):

@@ -57,8 +57,9 @@ def write_eval_results(folder: Path, evaluations: Sequence[Evaluation], benchmar
 
 def leaderboard_value(evaluation: Evaluation) -> float:
     """A result's value for a leaderboard, which shows percent."""
+    # A harness's value is a fraction. Of a script's value the unit isn't known, so it stays as it is.
     measured_by_script = evaluation.harness is None
-    if measured_by_script:  # scripts of this repository give percent, and harnesses give fractions
+    if measured_by_script:
         return evaluation.value
     return round(100 * evaluation.value, 4)
 

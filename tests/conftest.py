@@ -293,7 +293,7 @@ def always_a(make_model_folder: Callable[..., Path], tmp_path_factory: pytest.Te
 def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, ends: bool) -> None:
     """Change a model's weights in place, so that it answers "A", and then ends its turn or goes on with commas."""
     letter, comma, end_of_turn = tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
-    # With the outputs of all layers at 0, the next token depends only on the embedding of the last token.
+    # No layer adds anything, so the next token depends only on the embedding of the last token.
     for layer in model.model.language_model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()

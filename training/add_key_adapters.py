@@ -26,7 +26,7 @@ from training.loading import load_config, load_processor
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
-    """A model with key adapters. It shares all other modules with the given model.
+    """A model with key adapters. It is made of the given model's modules, whose decoder gets the adapters too.
 
     Args:
         model: The model without key adapters.

@@ -69,7 +69,7 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
 
 
 def find_checkpoint(output_dir: Path, resume: str | bool | None) -> Path | None:
-    """The checkpoint that a run resumes from; `None` if the run starts from the beginning, or is already finished.
+    """The checkpoint that a run resumes from; `None` if the run is new, or only its result is left.
 
     Args:
         output_dir: The run's folder.

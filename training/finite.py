@@ -52,7 +52,6 @@ class FiniteWatch:
 
 def describe_steps(first: int, last: int) -> str:
     """The steps from `first` to `last`, in words."""
-    # `first` is `last + 1` if this step was checked before, and a value was noted since, such as before saving.
-    if first >= last:
+    if first >= last:  # `first` is `last + 1` if this step was checked before
         return f"step {last}"
     return f"one of the steps {first} to {last}"

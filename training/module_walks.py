@@ -12,10 +12,12 @@ from torch import nn
 def no_module_walks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A block in which `model.train()` and `model.zero_grad()` don't visit every module.
 
-    Trainer calls both in each step. At 42 layers they would take most of Python's own time in a step, although the
-    model nearly always is in training mode already, and only the optimizer's parameters have gradients.
+    Trainer calls `train` in each pass and `zero_grad` in each step. At 42 layers they would take most of Python's own
+    time in a step, although the model nearly always is in training mode already, and only the optimizer's parameters
+    have gradients.
 
-    In the block, `model.train()` does nothing if `model` is in training mode, whatever the modes of its submodules.
+    In the block, `model.train()` does nothing if `model` is in training mode, whatever the modes of its submodules. So
+    a callback that puts a submodule into eval mode has to put it back.
     """
     model.train()
 

@@ -119,7 +119,7 @@ def test_a_release_records_what_it_was_built_for_and_from(release: Path, trained
     assert record == {"repo_id": REPO_ID, "revision": "v1.0", "weights": evaluation["weights"]}
 
 
-# What the card has to contain. The values are those that `trained_run` in conftest.py records.
+# What the card has to contain. Most values are those that `trained_run` in conftest.py records.
 RECORDED_TEXTS = (
     "# Tiny-NormLlava\n",
     "Answers questions.",

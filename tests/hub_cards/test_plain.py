@@ -116,6 +116,7 @@ def test_weight_files_have_the_names_of_the_first_llava_checkpoints(release: Pat
     assert all(name.startswith(prefixes) for name in names)
     for prefix in prefixes:
         assert any(name.startswith(prefix) for name in names), prefix
+    assert "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight" in names
 
 
 def test_a_model_in_shards_is_published_in_shards(run: Path, prose: Path, tmp_path: Path) -> None:

@@ -42,9 +42,10 @@ def handler(handler_module: Any, release: Path) -> Any:
 
 
 def encode_picture(mode: str = "RGB", size: tuple[int, int] = (30, 20)) -> str:
-    """A PNG file in base64: a black picture of Pillow's `mode`."""
+    """A PNG file in base64: a picture of Pillow's `mode` in a fixed colour."""
+    colour = (200, 20, 90) if mode == "RGB" else 0
     buffer = io.BytesIO()
-    Image.new(mode, size).save(buffer, "PNG")
+    Image.new(mode, size, colour).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -227,7 +227,7 @@ def test_a_checkpoint_in_shards_with_a_tied_head_loads_in_all_ways(
     )  # Gemma 3's head is tied
     saved.save_pretrained(tmp_path, max_shard_size="20KB")
     num_shards = len(list(tmp_path.glob("model-*.safetensors")))
-    assert num_shards > 1
+    assert num_shards > 5
     saved_weights = saved.state_dict()
     for loaded in (
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path),

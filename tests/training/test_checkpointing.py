@@ -37,7 +37,7 @@ def measure_pass(model: nn.Module, folder: Path) -> int:
     profiler.export_chrome_trace(str(trace_file))
     events = json.loads(trace_file.read_text())["traceEvents"]
 
-    # Each entry has the bytes of an allocation, and the total after the allocation.
+    # Each event has the bytes that were allocated, negative if they were freed, and the total after the event.
     allocations = [event["args"] for event in events if event["name"] == "[memory]"]
     total_before = allocations[0]["Total Allocated"] - allocations[0]["Bytes"]
     peak = max(allocation["Total Allocated"] for allocation in allocations)
@@ -142,7 +142,7 @@ def test_training_without_checkpointing_is_the_same_to_the_bit(
     run(tmp_path, **{**fields, "output_dir": str(uncheckpointed_dir)})
 
     assert was_checkpointed(checkpointed_dir)
-    assert not was_checkpointed(uncheckpointed_dir)
+    assert was_checkpointed(uncheckpointed_dir) is False
     assert changed_weights(checkpointed_dir, uncheckpointed_dir) == set()
     losses = [step["loss"] for step in read_steps(uncheckpointed_dir)]
     assert losses == [step["loss"] for step in read_steps(checkpointed_dir)]

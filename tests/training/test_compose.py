@@ -108,7 +108,7 @@ def test_image_tokens_start_at_the_norm_of_text_embeddings(
     torch.testing.assert_close(gain, torch.full_like(gain, text_norm / 32**0.5))
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
-    # Without the norm layer, image tokens would start at more than twice the norm of text, except with DINOv2.
+    # Without the norm layer, image tokens would start at more than twice the norm of text. With DINOv2 they may not.
     if vision != "dinov2":
         assert norms["norm_input"] > 2 * norms["text"]
 

@@ -90,7 +90,7 @@ def choose_licence(text_model: str | None, vision_model: str | None, user_licenc
     other_licences = [licence for licence in different_licences if licence is not APACHE]
     if len(other_licences) > 1:
         titles = " and the ".join(licence.title for licence in other_licences)
-        raise UserError(f"The model's parts and --license differ: the {titles}. A release can have only one licence.")
+        raise UserError(f"Parts and --license are under the {titles}, and a release can have only one licence.")
     if other_licences:
         return other_licences[0]
     return APACHE

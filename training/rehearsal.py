@@ -15,8 +15,8 @@ from training.batches import Batches
 def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
     """A block for forward and backward passes that take as much memory as in training, and change no weight.
 
-    If the optimizer has no states yet, they are allocated before the block, where this is possible, and freed after it.
-    After the block all gradients are freed too, and the random state is restored.
+    If the optimizer has no states yet, they are allocated before the block, where possible, and freed after the block.
+    Then all gradients are freed too, and the random state is restored.
 
     Raises:
         UserError: if the device has too little memory.

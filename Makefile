@@ -50,7 +50,7 @@ $(VLLM_VENV)/installed: tests/hub_cards/vllm_requirements.txt
 	sed -i '/^    _meta_registrations,$$/d' $(VLLM_VENV)/lib/python3.11/site-packages/torchvision/__init__.py
 	touch $@
 
-quickstart: $(VENV)/installed-to-use ## a small model from nothing, and its report: 4 to 5 minutes after the install
+quickstart: $(VENV)/installed-to-use ## a small model from nothing, and its report: 4 to 7 minutes after the install
 	$(BIN)/python -m examples.digits.quickstart
 
 # A real model from pretrained parts; stop it and go on as you like.

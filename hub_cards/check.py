@@ -13,7 +13,15 @@ from transformers import AutoModelForImageTextToText
 
 from common.errors import UserError
 from hub_cards.code import find_auto_maps, list_class_files, needed_auto_maps
-from hub_cards.contents import CARD_FILE, NEEDED_FILES, SETTINGS_FILES, is_listed, read_json, read_processor
+from hub_cards.contents import (
+    CARD_FILE,
+    NEEDED_FILES,
+    SETTINGS_FILES,
+    is_listed,
+    list_release,
+    read_json,
+    read_processor,
+)
 from hub_cards.facts import read_config
 from hub_cards.release import read_release
 from hub_cards.weights import Weights, read_weights
@@ -38,7 +46,7 @@ def require_no_faults(folder: Path) -> None:
 def find_faults(folder: Path) -> list[str]:
     """All faults of a release folder, as messages that name a file and say what to do."""
     faults = []
-    for path in sorted(folder.rglob("*")):
+    for path in list_release(folder):
         faults += find_file_faults(path, folder)
     if not (folder / CARD_FILE).is_file():
         faults.append(f"{CARD_FILE}: is missing. Delete the folder, and build it again.")

@@ -74,6 +74,16 @@ LISTED_PATTERN = re.compile(
 )
 
 
+def list_release(folder: Path) -> list[Path]:
+    """All files and folders in a release folder, except `__pycache__`, which Python writes if the handler is tried."""
+    return [path for path in sorted(folder.rglob("*")) if not is_bytecode(path.relative_to(folder))]
+
+
+def is_bytecode(path: Path) -> bool:
+    """Whether a path inside a release folder is Python's `__pycache__`, or lies in it."""
+    return "__pycache__" in path.parts
+
+
 def is_listed(name: str) -> bool:
     """Whether the file with this path inside a release folder may be published."""
     return name in LISTED_FILES or LISTED_PATTERN.fullmatch(name) is not None

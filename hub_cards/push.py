@@ -10,7 +10,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from common.errors import UserError
-from hub_cards.contents import CARD_FILE
+from hub_cards.contents import CARD_FILE, is_bytecode, list_release
 from hub_cards.release import read_release
 
 
@@ -99,7 +99,7 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
     release = read_release(folder)
     repo_id = release.repo_id
     tag = release.revision
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in list_release(folder) if path.is_file()]
     release_paths = sorted(path.relative_to(folder).as_posix() for path in files)
 
     try:
@@ -127,7 +127,7 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
     # The client calls files "extra" if they are only in the folder, and "missing" if they are only on the Hub.
     compared_revision = tag if is_tagged else info.sha
     comparison = api.verify_repo_checksums(repo_id, local_dir=folder, revision=compared_revision)
-    added = list(comparison.extra_paths)
+    added = [path for path in comparison.extra_paths if not is_bytecode(Path(path))]
     changed = [entry["path"] for entry in comparison.mismatches]
     deleted = sorted(set(comparison.missing_paths) - HUB_FILES)
     different_paths = [*added, *changed, *deleted]

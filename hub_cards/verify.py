@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import UserError
-from hub_cards.contents import CARD_FILE
+from hub_cards.contents import CARD_FILE, is_bytecode
 from hub_cards.push import HUB_FILES
 from hub_cards.release import read_release
 
@@ -119,7 +119,7 @@ def compare_with_folder(repo_id: str, revision: str, folder: Path, api: HfApi) -
     only_on_hub = sorted(set(comparison.missing_paths) - HUB_FILES)
 
     problems = [f"{entry['path']}: differs from the release folder's" for entry in comparison.mismatches]
-    problems += [f"{path}: is missing" for path in comparison.extra_paths]
+    problems += [f"{path}: is missing" for path in comparison.extra_paths if not is_bytecode(Path(path))]
     problems += [f"{path}: is not in the release folder" for path in only_on_hub]
     return problems
 

@@ -20,6 +20,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 from hub_cards.__main__ import main as run_hub_cards
+from hub_cards.contents import list_release
 
 
 REPO_ID = "me/Tiny-NormLlava"
@@ -320,8 +321,8 @@ def redirect_client(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 
 def read_tree(folder: Path) -> Tree:
-    """All files in a folder and in its subfolders."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    """All files of a release folder and of its subfolders."""
+    files = [path for path in list_release(folder) if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 

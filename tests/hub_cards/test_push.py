@@ -1,5 +1,6 @@
 """`push` and `verify` with the Hub's real client, against a server on the loopback address in place of the Hub."""
 
+import compileall
 import re
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from common.errors import UserError
+from hub_cards.check import find_faults
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
 from hub_server import REPO_ID, TOKEN, HubServer, place_files, read_published, read_tree, run_command
@@ -146,6 +148,24 @@ def test_a_folder_with_a_file_that_is_not_on_the_list_is_not_pushed(
     with pytest.raises(SystemExit, match=r"can't be published:\n  optimizer.pt: is not on the list"):
         run_command("push", trained_run, "--repo_id", REPO_ID, "--output_dir", folder)
     assert hub.requests == []
+
+
+def test_what_python_writes_when_the_handler_is_tried_is_not_pushed(
+    release: Path, hub: HubServer, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(release, tmp_path / "release", ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_file(folder / "handler.py", quiet=1)
+    assert list(folder.rglob("*.pyc")) != []
+    assert find_faults(folder) == []
+
+    plan = plan_push(folder, HfApi())
+    assert plan.visibility == "new"
+    assert plan.added == sorted(read_tree(folder))
+
+    place_files(hub, {"README.md": b"before"})
+    hub.repository.tags.clear()
+    plan = plan_push(folder, HfApi())
+    assert sorted([*plan.added, *plan.changed]) == sorted(read_tree(folder))
 
 
 def test_a_token_that_the_hub_refuses_ends_in_one_error(

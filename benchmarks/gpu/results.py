@@ -1,7 +1,6 @@
 """Writes and reads the file of results: a line of JSON for each arm, written as soon as the arm is done."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,13 +44,13 @@ class Line:
 def append_line(path: Path, line: Line) -> None:
     """Write a line at the end of the file. If the last line was cut off, the new line doesn't continue it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                file.write(b"\n")
-        file.write(json.dumps(asdict(line)).encode() + b"\n")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    was_cut_off = text != "" and not text.endswith("\n")
+
+    with path.open("a", encoding="utf-8") as file:
+        if was_cut_off:
+            file.write("\n")
+        file.write(json.dumps(asdict(line)) + "\n")
 
 
 def read_lines(path: Path) -> list[Line]:

@@ -99,8 +99,12 @@ def split_into_words(tokenizer: Any, answer_ids: Sequence[int]) -> list[tuple[st
 
     # Each word ends where the next word starts, and the last word at the end of the text.
     bounds = pairwise([*starts, len(text)])
-    words = [text[start:end].strip() for start, end in bounds]
-    return [(word, indices) for word, indices in zip(words, indices_by_word, strict=True) if word]
+    words = []
+    for (start, end), indices in zip(bounds, indices_by_word, strict=True):
+        word = text[start:end].strip()
+        if word:  # white space alone is no word
+            words.append((word, indices))
+    return words
 
 
 def draw_words(words: Sequence[Word]) -> Figure:

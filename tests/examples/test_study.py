@@ -357,6 +357,21 @@ def test_a_seed_counts_on_the_processor_that_finished_it_first() -> None:
     assert complete_seeds(BLOCK_2, records) == {101: "a GPU"}
 
 
+def test_a_machine_does_only_the_runs_of_the_seeds_it_is_given() -> None:
+    records = [make_record(BLOCK_2, NOTHING, 102)]
+    seeds_of_both_blocks = [102, 103, 201]
+
+    cells = study.next_cells([BLOCK_2, BLOCK_1], records, "a CPU", seeds_of_both_blocks)
+    assert [cell.seed for cell in cells] == [102, 102, 103, 103, 103]
+
+    # When they are done, block 1 comes next, though others have yet to do block 2's other seeds.
+    records += [
+        make_record(BLOCK_2, arm, seed) for seed in (102, 103) for arm in BLOCK_2.arms if (arm, seed) != (NOTHING, 102)
+    ]
+    cells = study.next_cells([BLOCK_2, BLOCK_1], records, "a CPU", seeds_of_both_blocks)
+    assert [(cell.block, cell.seed) for cell in cells] == [(BLOCK_1, 201)] * 4
+
+
 # The file of records
 
 

@@ -228,6 +228,12 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run nothing: print how many runs are left, and the results of blocks that are done",
     )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        help="do only the runs of these seeds: machines, or commands in folders of their own, can share the work",
+    )
     return parser
 
 
@@ -245,16 +251,23 @@ def main() -> None:
     while True:
         records = read_records()
         # Block 2's results decide whether it gets more seeds, so the blocks are planned again after each pass.
-        cells = next_cells(planned_blocks(records), records, processor)
+        cells = next_cells(planned_blocks(records), records, processor, options.seeds)
         if not cells:
             break
         runner.run_all(cells)
 
 
-def next_cells(blocks: Sequence[Block], records: Sequence[Record], processor: str) -> list[Cell]:
-    """The runs that are left of the first unfinished block. The list is empty if all blocks are done."""
+def next_cells(
+    blocks: Sequence[Block], records: Sequence[Record], processor: str, seeds: Sequence[int] | None = None
+) -> list[Cell]:
+    """The runs that are left of the first unfinished block. The list is empty if all blocks are done.
+
+    If seeds are given, only their runs count.
+    """
     for block in blocks:
         cells = cells_left(block, records, processor)
+        if seeds is not None:
+            cells = [cell for cell in cells if cell.seed in seeds]
         if cells:
             return cells
     return []

@@ -95,8 +95,12 @@ def train_model(cell: Cell, untrained: Path, trained: Path, rate: float) -> None
         "projector_learning_rate": PROJECTOR_RATE,
         "norm_learning_rate": NORM_RATE,
         "bf16": "false",  # the study trains in float32
+        "dataloader_num_workers": 2,  # by default eight on a GPU, too many where runs share the cores
         "resume_from_checkpoint": "true",
     }
+    # On a GPU a run takes minutes, and the checkpoints of many runs at once would fill the disk.
+    if torch.cuda.is_available():
+        options["save_strategy"] = "no"
     command = [sys.executable, "-m", "examples.emoji.study.train", str(rate)]
     for name, value in options.items():
         command.append(f"--{name}={value}")
@@ -125,7 +129,9 @@ def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Recor
     model.save_pretrained(untrained)
     llava_processor.save_pretrained(untrained)
     measures_at_start = measure_tokens(model.to(device).eval(), llava_processor)
-    del model  # frees the CPU's memory for training, which runs in another process
+    # Training runs in another process. It needs the memory, on a GPU also what torch keeps of it for later.
+    del model
+    torch.cuda.empty_cache()
 
     k = read_norm_ratio(shared_start)
     rate = second_layer_rate(cell.arm, k)

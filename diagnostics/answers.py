@@ -1,6 +1,6 @@
-"""Asks a model for greedy answers to many questions, or for the likeliest of a list of answers to one question.
+"""Asks a model for greedy answers to many questions, or for the likeliest of a list of answers.
 
-To find the likeliest answer, the model reads the question once, and then scores answers by their log-probability.
+To find the likeliest answer, the model reads a question once, and then scores answers by their log-probability.
 """
 
 import copy
@@ -25,7 +25,8 @@ BATCH_SIZE = 50
 # Options of `generate` for plain greedy decoding. They are needed because a checkpoint's own generation config may ask
 # for sampling or set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-# Number of answers that `likeliest` gives the model in one batch. After each batch the search may end early.
+# Number of answers that `likeliest` gives the model in one batch for each prompt. After each batch the search may end
+# early.
 CHUNK_SIZE = 8
 
 
@@ -134,12 +135,12 @@ def _find_special_token(tokenizer: Any, ids: Sequence[int]) -> int | None:
 
 
 class PromptState(NamedTuple):
-    """What a model computed from a prompt, so that answers can be scored without reading the prompt again.
+    """What a model computed from prompts, so that answers can be scored without reading the prompts again.
 
     Attributes:
-        cache: Keys and values of the prompt's tokens.
-        first_log_probabilities: Log-probability of each token of the vocabulary to be the first of the answer,
-            `(vocab_size,)`.
+        cache: Keys and values of the prompts' tokens.
+        first_log_probabilities: For each prompt, the log-probability of each token of the vocabulary to be the first
+            of the answer, `(num_prompts, vocab_size)`.
     """
 
     cache: DynamicCache
@@ -148,15 +149,15 @@ class PromptState(NamedTuple):
 
 @torch.no_grad()
 def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
-    """What a model computes from one prompt.
+    """What a model computes from a prompt, or from several prompts of the same length.
 
     Args:
         model: The model.
-        inputs: The prompt as [`encode_prompts`] returns it, with a batch size of 1.
+        inputs: The prompts as [`encode_prompts`] returns them. None may be padded.
     """
     cache = DynamicCache(config=model.config.get_text_config())  # the model fills it
     logits = model(**inputs, **{cache_argument(model): cache}, logits_to_keep=1).logits
-    first_log_probabilities = logits[0, -1].float().log_softmax(dim=-1)
+    first_log_probabilities = logits[:, -1].float().log_softmax(dim=-1)
     return PromptState(cache, first_log_probabilities)
 
 
@@ -176,7 +177,7 @@ def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[
 
     Args:
         model: The model.
-        state: What [`read_prompt`] returns for the prompt that the answers follow.
+        state: What [`read_prompt`] returns for the one prompt that the answers follow.
         answers: Token ids of each answer.
 
     Returns:
@@ -186,64 +187,109 @@ def distributions(model: PreTrainedModel, state: PromptState, answers: Sequence[
     Raises:
         DiagnosticsError: if the decoder keeps more of a prompt than keys and values.
     """
-    cache = copy.deepcopy(state.cache)  # the model adds to it
-    try:
-        cache.batch_repeat_interleave(len(answers))
-    except AttributeError as error:  # the cache of a layer without attention can't be repeated
-        raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
-
-    # The model reads all tokens of an answer except the last, because what follows the last token doesn't matter. It
-    # has to read at least one token, so answers are padded to at least two tokens.
-    longest = max(len(answer) for answer in answers)
-    padded_length = max(2, longest)
-    padded_answers = torch.zeros(len(answers), padded_length, dtype=torch.long, device=model.device)
-    for index, answer in enumerate(answers):
-        padded_answers[index, : len(answer)] = torch.tensor(answer)
-
-    # No attention mask is given, because decoders with positions in three axes (Qwen2-VL) take no mask together with a
-    # cache. A mask isn't needed: padding comes after the answer, and tokens attend only to earlier tokens.
-    logits = model(input_ids=padded_answers[:, :-1], **{cache_argument(model): cache}).logits
-    log_probabilities = logits.float().log_softmax(dim=-1)  # [num_answers, padded_length - 1, vocab_size]
+    same_prompt = [0] * len(answers)
+    log_probabilities = _read_answers(model, state, same_prompt, _pad(answers))
 
     distributions_by_answer = []
     for answer, log_probabilities_of_answer in zip(answers, log_probabilities, strict=True):
-        first_row = state.first_log_probabilities[None]  # [1, vocab_size]
         # After reading token i, the model predicts token i + 1. What it predicts from the last token on is left out.
         later_rows = log_probabilities_of_answer[: len(answer) - 1]
-        distributions_by_answer.append(torch.cat([first_row, later_rows]))
+        distributions_by_answer.append(torch.cat([state.first_log_probabilities, later_rows]))
     return distributions_by_answer
 
 
-def likeliest(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequence[int]]) -> int:
-    """Index of the answer with the highest log-probability after a prompt.
+def _pad(answers: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Token ids of answers, padded at the end to the same length, `(num_answers, padded_length)` on the CPU.
 
-    An answer can't be likelier than its first token, whose log-probability is known from the prompt. So answers are
-    scored in the order of their first tokens' log-probabilities, the highest first. The search ends when the best
-    answer so far is likelier than the first token of every answer that is left.
+    The model reads all tokens of an answer except the last, because what follows the last token doesn't matter. It has
+    to read at least one token, so answers are padded to at least two tokens.
+    """
+    longest = max(len(answer) for answer in answers)
+    padded_answers = torch.zeros(len(answers), max(2, longest), dtype=torch.long)
+    for index, answer in enumerate(answers):
+        padded_answers[index, : len(answer)] = torch.tensor(answer)
+    return padded_answers
+
+
+def _read_answers(
+    model: PreTrainedModel, state: PromptState, prompt_indices: Sequence[int], padded_answers: torch.Tensor
+) -> torch.Tensor:
+    """The vocabulary's log-probabilities after each token of the answers but the last.
 
     Args:
         model: The model.
-        state: What [`read_prompt`] returns for the prompt that the answers follow.
-        answers: Token ids of each answer, with its end token.
+        state: What [`read_prompt`] returns for the prompts.
+        prompt_indices: For each answer, the index of the prompt that it follows.
+        padded_answers: The answers as `_pad` returns them.
+
+    Returns:
+        A tensor `(num_answers, padded_length - 1, vocab_size)`.
+    """
+    cache = copy.deepcopy(state.cache)  # the model adds to it
+    try:
+        cache.batch_select_indices(torch.tensor(prompt_indices, device=model.device))
+    except AttributeError as error:  # the cache of a layer without attention can't be repeated
+        raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
+
+    # No attention mask is given, because decoders with positions in three axes (Qwen2-VL) take no mask together with a
+    # cache. A mask isn't needed: padding comes after the answer, and tokens attend only to earlier tokens.
+    input_ids = padded_answers[:, :-1].to(model.device)
+    logits = model(input_ids=input_ids, **{cache_argument(model): cache}).logits
+    return logits.float().log_softmax(dim=-1)
+
+
+@torch.no_grad()
+def likeliest(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequence[int]]) -> list[int]:
+    """For each prompt, the index of the answer with the highest log-probability.
+
+    An answer can't be likelier than its first token, whose log-probability is known from the prompt. So answers are
+    scored in the order of their first tokens' log-probabilities, the highest first. The search ends for a prompt when
+    its best answer so far is likelier than the first token of every answer that is left.
+
+    Args:
+        model: The model.
+        state: What [`read_prompt`] returns for the prompts.
+        answers: Token ids of each answer, with its end token. Every prompt has the same answers.
     """
     first_tokens = [answer[0] for answer in answers]
-    first_scores = state.first_log_probabilities[first_tokens]  # [num_answers]
-    order = first_scores.argsort(descending=True, stable=True)  # indices of answers
+    first_scores = state.first_log_probabilities[:, first_tokens].cpu()  # [num_prompts, num_answers]
+    order = first_scores.argsort(dim=-1, descending=True, stable=True)  # indices of answers
 
-    best_index = -1  # no answer yet
-    best_score = -torch.inf
-    for chunk in order.split(CHUNK_SIZE):
-        highest_possible_score = first_scores[chunk[0]]  # `order` descends, so no answer from here on can score more
-        if highest_possible_score < best_score:
+    num_prompts = len(first_scores)
+    best_indices = [-1] * num_prompts  # no answers yet
+    best_scores = [-torch.inf] * num_prompts
+    for start in range(0, len(answers), CHUNK_SIZE):
+        pairs = []  # of a prompt and an answer to score
+        for prompt in range(num_prompts):
+            chunk = order[prompt, start : start + CHUNK_SIZE].tolist()
+            # `order` descends, so no answer from here on can score more than the first of the chunk.
+            if first_scores[prompt, chunk[0]] >= best_scores[prompt]:
+                pairs += [(prompt, index) for index in chunk]
+        if not pairs:
             break
 
-        indices = chunk.tolist()
-        distributions_of_chunk = distributions(model, state, [answers[index] for index in indices])
-        for index, log_probabilities in zip(indices, distributions_of_chunk, strict=True):
-            answer = answers[index]
-            token_scores = log_probabilities[range(len(answer)), answer]  # [len(answer)]
-            score = token_scores.sum().item()
-            if score > best_score:
-                best_index = index
-                best_score = score
-    return best_index
+        scores = _score(model, state, [prompt for prompt, _ in pairs], [answers[index] for _, index in pairs])
+        for (prompt, index), score in zip(pairs, scores, strict=True):
+            if score > best_scores[prompt]:
+                best_indices[prompt] = index
+                best_scores[prompt] = score
+    return best_indices
+
+
+def _score(
+    model: PreTrainedModel, state: PromptState, prompt_indices: Sequence[int], answers: Sequence[Sequence[int]]
+) -> list[float]:
+    """Log-probabilities of answers, each of which follows the prompt with its index in `prompt_indices`."""
+    padded_answers = _pad(answers)
+    lengths = torch.tensor([len(answer) for answer in answers])
+    is_padding = torch.arange(padded_answers.shape[1]) >= lengths[:, None]
+
+    log_probabilities = _read_answers(model, state, prompt_indices, padded_answers)
+    device = log_probabilities.device
+    tokens = padded_answers.to(device)
+    first_scores = state.first_log_probabilities[torch.tensor(prompt_indices, device=device), tokens[:, 0]]
+    later_scores = log_probabilities.gather(2, tokens[:, 1:, None]).squeeze(2)  # [num_answers, padded_length - 1]
+    later_scores = later_scores.masked_fill(is_padding[:, 1:].to(device), 0)
+
+    # One copy from the device for all answers: each copy waits for the device.
+    return (first_scores + later_scores.sum(dim=1)).tolist()

@@ -335,7 +335,7 @@ def ask_own_picture(
         if choices.right:
             scores["loss"] = mean_loss(log_probs_by_answer[1], choices.right)
         if choices.right and len(choices.answers) > 1:
-            chosen_index = likeliest(model, prompt_state, choices.answers)
+            (chosen_index,) = likeliest(model, prompt_state, choices.answers)
             scores["named"] = float(choices.answers[chosen_index] == choices.right)
         scores_by_dose.append(scores)
     return scores_by_dose

@@ -47,6 +47,7 @@ COMMAND = "python -m examples.emoji.evaluate"  # recorded with the results
 CREDIT = "Drawings: Twemoji, © Twitter, Inc. and other contributors, CC BY 4.0. Chosen by lot."
 QUESTIONS = Path(__file__).with_name("questions.txt")
 ENCODER_BATCH = 64  # pictures that the vision encoder takes at once
+NAMING_BATCH = 32  # pictures that the model names at once
 # The artist whose drawings are shown on the figure.
 FIGURE_ARTIST = "twemoji"
 # What the model saw when it was asked about a drawing. These are values of the field `seen` in report.json.
@@ -203,12 +204,13 @@ def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: 
     answers = [f"{name}{tokenizer.eos_token}" for name in names]
     answer_ids = tokenizer(answers, add_special_tokens=False).input_ids
 
-    chosen = []
-    for image in tqdm(images, desc="Naming"):
-        inputs = encode_prompts(processor, [make_prompt(ASK_NAME, image)])
+    chosen: list[str] = []
+    for start in tqdm(range(0, len(images), NAMING_BATCH), desc="Naming"):
+        # All prompts have the same length, since they have the same question and pictures of the same size.
+        prompts = [make_prompt(ASK_NAME, image) for image in images[start : start + NAMING_BATCH]]
+        inputs = encode_prompts(processor, prompts)
         prompt_state = read_prompt(model, inputs.to(model.device))
-        index = likeliest(model, prompt_state, answer_ids)
-        chosen.append(names[index])
+        chosen += [names[index] for index in likeliest(model, prompt_state, answer_ids)]
     return chosen
 
 

@@ -64,9 +64,36 @@ def test_no_answer_is_likelier_than_the_likeliest(
 
     for question in ("What is this?", "Why?", "Name it.", "b", "zzz"):
         inputs = encode_prompts(processor, [make_prompt(question, picture)])
-        best = likeliest(model, read_prompt(model, inputs), answers)
+        (best,) = likeliest(model, read_prompt(model, inputs), answers)
         scores = [score_in_one_pass(model, inputs, answer) for answer in answers]
         assert scores[best] == pytest.approx(max(scores), abs=1e-4)
+
+
+def test_prompts_of_one_length_each_get_their_own_likeliest_answer(
+    make_model_folder: Callable[..., Path], picture: Image.Image
+) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).eval()
+    processor = AutoProcessor.from_pretrained(make_model_folder())
+    # With larger outputs of attention, what follows a token depends on the prompt.
+    with torch.no_grad():
+        model.lm_head.weight *= 40.0
+        for layer in model.model.language_model.layers:
+            layer.self_attn.o_proj.weight *= 100.0
+    questions = ("Why?", "How?", "Who?", "Say.", "Tell")
+    prompts = [make_prompt(question, picture) for question in questions]
+
+    # All answers begin with the same token, so that the tokens after it decide.
+    first_token = processor.tokenizer("a", add_special_tokens=False).input_ids
+    answers = [[*first_token, token, token + 1] for token in range(40)]
+
+    together = likeliest(model, read_prompt(model, encode_prompts(processor, prompts)), answers)
+    alone = []
+    for prompt in prompts:
+        inputs = encode_prompts(processor, [prompt])
+        scores = [score_in_one_pass(model, inputs, answer) for answer in answers]
+        alone.append(scores.index(max(scores)))
+    assert together == alone
+    assert len(set(alone)) > 1  # otherwise one prompt could be taken for another
 
 
 def make_template(before_text: str = "", get_text: str = "message.content[-1].text", end_of_turn: str = "") -> str:

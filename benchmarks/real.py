@@ -225,8 +225,9 @@ def train_ours(
         "image_folder": options.data,
         "global_batch_size": options.batch_size,
         "per_device_train_batch_size": 1 if is_packed else options.batch_size,
-        "vision_learning_rate": 1e-5,
     }
+    if stage == "instruct":
+        fields["vision_learning_rate"] = 1e-5
     if is_packed:
         fields |= {"packed_length": PACKED_LENGTH, "attn_implementation": options.attention}
     sft.main([f"--{name}={value}" for name, value in fields.items()])

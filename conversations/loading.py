@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -96,11 +96,16 @@ def _load_stored_rows(source: Source, config: str | None, split: str) -> dataset
             loaded = datasets.load_from_disk(source.name)
 
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+    _require_split(source, list(splits), config, split)
+    return splits[split]
+
+
+def _require_split(source: Source, splits: Sequence[str], config: str | None, split: str) -> None:
+    """Refuse a split that a source doesn't have, and any configuration of a source that has none."""
     if config is not None or split not in splits:
         available = f"it has the splits {', '.join(splits)} and no configurations"
         missing = split if config is None else config
         raise UserError(f"{source.name}: {available}, so no {missing!r}.")
-    return splits[split]
 
 
 def _load_dataset(
@@ -163,6 +168,8 @@ def _require_turns(source: Source, features: datasets.Features) -> None:
 
 def _stream(source: Source, image_folder: str, config: str | None, split: str) -> datasets.IterableDataset:
     """A stream of a dataset's rows in our layout, with their pictures undecoded."""
+    if source.kind == "parquet":
+        _require_split(source, ["train"], config, split)
     rows: Any = _load_dataset(source, config, split, streaming=True)
     with _library_errors_for(source):
         if not rows.features:

@@ -46,8 +46,10 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     with errors_named_after(adapter):
         peft_config: Any = PeftConfig.from_pretrained(str(adapter))
 
-    base_name = peft_config.base_model_name_or_path if base is None else base
-    revision = peft_config.revision
+    recorded_base = peft_config.base_model_name_or_path
+    base_name = recorded_base if base is None else base
+    # The recorded revision is one of the recorded base model. Another Hub repository doesn't have it.
+    revision = peft_config.revision if base_name == recorded_base else None
     config = load_config(base_name, revision)
     with errors_named_after(base_name):
         model = AutoModelForImageTextToText.from_pretrained(base_name, revision=revision, dtype=torch.float32)

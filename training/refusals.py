@@ -143,9 +143,15 @@ def check_steps(args: TrainingConfig) -> None:
 
 
 def check_stage(run_args: RunArguments) -> None:
-    """A run gives the fields that its stage needs, and the fields of stage 'adapt' only in this stage."""
-    if run_args.stage == Stage.INSTRUCT and run_args.vision_learning_rate is None:
-        raise UserError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
+    """A run gives the fields that its stage needs, and no fields of another stage."""
+    if run_args.stage == Stage.INSTRUCT:
+        if run_args.vision_learning_rate is None:
+            raise UserError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
+    elif run_args.vision_learning_rate is not None:
+        raise UserError(
+            f"vision_learning_rate is read in stage 'instruct' alone, got stage {run_args.stage!r}, which freezes the "
+            "vision encoder."
+        )
     if run_args.stage == Stage.ADAPT:
         return
 

@@ -272,6 +272,16 @@ def test_a_json_file_has_one_split_and_no_configurations(tmp_path: Path) -> None
         load_rows(path, config="other")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_parquet_files_have_one_split_and_no_configurations(tmp_path: Path, streaming: bool) -> None:
+    path = tmp_path / "rows.parquet"
+    one_row_dataset().to_parquet(path)
+    with pytest.raises(UserError, match=r"rows.parquet: it has the splits train and no configurations, so no 'dev'"):
+        load_rows(str(path), split="dev", streaming=streaming)
+    with pytest.raises(UserError, match="no configurations, so no 'other'"):
+        load_rows(str(path), config="other", streaming=streaming)
+
+
 def test_a_row_of_a_stream_is_named_by_its_text(tmp_path: Path) -> None:
     no_images = pa.array([[]], pa.list_(pa.string()))
     folder = write_parquet(tmp_path / "rows", images=no_images, conversations=[turns("Say.")])

@@ -306,5 +306,9 @@ def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
     monkeypatch.setattr("training.merge.AutoModelForImageTextToText.from_pretrained", load_and_record_revision)
     merged = merge(tmp_path / "adapter")
     assert loaded_revisions == ["v1.0"]
+    base.save_pretrained(tmp_path / "copy")
+    merge(tmp_path / "adapter", base=str(tmp_path / "copy"))
+    assert loaded_revisions == ["v1.0", None]  # another repository doesn't have the base's revision
+
     assert merged.lm_head.weight.dtype == torch.bfloat16  # the dtype of the base
     assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32  # the norm is float32 in any model

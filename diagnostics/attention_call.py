@@ -150,8 +150,8 @@ def find_keys_module(attention: nn.Module) -> nn.Module | None:
 def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> torch.Tensor | None:
     """Keys before rotation, `(num_key_value_heads, S, head_dim)`; `None` if they are not known.
 
-    Rotation keeps the norm of each key. So if the norms of `projected` and `rotated` differ, `projected` is not what
-    was rotated.
+    Rotation keeps the norm of each key, or multiplies all keys by the same factor, as YaRN does (arXiv 2309.00071). So
+    if the norms of `projected` and `rotated` differ by more than a common factor, `projected` is not what was rotated.
 
     Args:
         projected: What the keys module returned, `(num_key_value_heads, S, head_dim)`, `(S, num_key_value_heads,
@@ -170,6 +170,9 @@ def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> to
     # Both norms are [num_key_value_heads, S].
     norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     norms_after = torch.linalg.vector_norm(rotated, dim=-1, dtype=torch.float32)
+
+    common_factor = norms_after.mean() / norms_before.mean()
+    norms_before = common_factor * norms_before
 
     # Rounding changes a norm by a few eps of the keys' dtype. The tolerance is at least 1e-3, because in
     # float32 a few eps are next to nothing. The mean norm is added so that the tolerance isn't 0 for a key near 0.

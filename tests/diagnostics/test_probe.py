@@ -214,11 +214,22 @@ def test_a_layer_without_keys_is_noted(name: str) -> None:
         assert notes == []
 
 
+def test_the_keys_of_a_decoder_with_yarn_are_recorded() -> None:
+    model = build("llava-siglip")
+    find_decoder(
+        model
+    ).rotary_emb.attention_scaling = 1.14  # YaRN multiplies rotated queries and keys by such a factor
+    record = record_sample(model, inputs("llava-siglip"))
+    assert list(record.keys) == [0, 1, 2]
+    assert record.notes == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
     """`before_rotation` returns a projection's output only if the keys in attention can be a rotation of this output.
 
-    Rotary embedding keeps the norm of each key. Another projection, or a norm module in between, doesn't.
+    Rotary embedding keeps the norm of each key, or multiplies all norms by one factor (YaRN). Another projection, or a
+    norm module in between, doesn't.
     """
     torch.manual_seed(0)
     keys = torch.randn(2, 12, 8).to(dtype)  # [num_heads, S, head_dim]
@@ -238,10 +249,11 @@ def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
     heads_joined = tokens_first.flatten(1)  # [S, num_heads * head_dim]
     for projected in (keys, tokens_first, heads_joined):
         assert torch.equal(before_rotation(projected, rotated), keys)
+        assert torch.equal(before_rotation(projected, 1.1 * rotated), keys)
 
-    longer_keys = 1.1 * keys
+    normalized_keys = keys / keys.norm(dim=-1, keepdim=True)
     keys_of_one_head = keys[:1]
-    for projected in (unrelated, longer_keys, keys_of_one_head, None):
+    for projected in (unrelated, normalized_keys, keys_of_one_head, None):
         assert before_rotation(projected, rotated) is None
 
 

@@ -222,7 +222,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--at_once", type=int, default=1, help="runs at the same time; on a GPU each takes up to 6.2 GiB"
+        "--at_once", type=int, default=1, help="runs at the same time; on a GPU each takes about 6 GiB"
     )
     parser.add_argument("--commit", help="hash of this code's commit, if the code was copied without its repository")
     parser.add_argument(

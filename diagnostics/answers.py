@@ -153,12 +153,29 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
 
     Args:
         model: The model.
-        inputs: The prompts as [`encode_prompts`] returns them. None may be padded.
+        inputs: The prompts as [`encode_prompts`] returns them.
+
+    Raises:
+        DiagnosticsError: if prompts are padded, or if there are several and the decoder's positions have three axes.
     """
+    if len(inputs["input_ids"]) > 1:
+        _require_one_length(model, inputs)
     cache = DynamicCache(config=model.config.get_text_config())  # the model fills it
     logits = model(**inputs, **{cache_argument(model): cache}, logits_to_keep=1).logits
     first_log_probabilities = logits[:, -1].float().log_softmax(dim=-1)
     return PromptState(cache, first_log_probabilities)
+
+
+def _require_one_length(model: PreTrainedModel, inputs: Any) -> None:
+    """Refuse several prompts that can't be read together.
+
+    No attention mask is given when answers are scored, so prompts may not be padded. A decoder whose positions have
+    three axes (Qwen2-VL) keeps an offset for each prompt, and would take it for another's when prompts are left out.
+    """
+    if not inputs["attention_mask"].all():
+        raise DiagnosticsError("Prompts of different lengths can't be read together: give them one by one.")
+    if any(hasattr(module, "rope_deltas") for module in model.modules()):
+        raise DiagnosticsError("The decoder's positions have three axes, so give prompts one by one.")
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -227,7 +244,11 @@ def _read_answers(
     """
     cache = copy.deepcopy(state.cache)  # the model adds to it
     try:
-        cache.batch_select_indices(torch.tensor(prompt_indices, device=model.device))
+        if len(state.first_log_probabilities) == 1:
+            cache.batch_repeat_interleave(len(prompt_indices))
+        else:
+            # The indices stay on the CPU, because layers may be on several devices.
+            cache.batch_select_indices(torch.tensor(prompt_indices))
     except AttributeError as error:  # the cache of a layer without attention can't be repeated
         raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
 
@@ -291,5 +312,5 @@ def _score(
     later_scores = log_probabilities.gather(2, tokens[:, 1:, None]).squeeze(2)  # [num_answers, padded_length - 1]
     later_scores = later_scores.masked_fill(is_padding[:, 1:].to(device), 0)
 
-    # One copy from the device for all answers: each copy waits for the device.
+    # All scores come from the device in one copy, which waits for the passes before it.
     return (first_scores + later_scores.sum(dim=1)).tolist()

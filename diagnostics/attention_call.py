@@ -14,6 +14,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
+# The largest factor by which rotary embedding may multiply keys. YaRN's stays below it up to a context 20,000 times as
+# long.
+MAX_ROTATION_FACTOR = 2.0
 # Names that an attention module may give the submodule that returns the keys before rotation. The names of norms come
 # first: if there is a norm of the keys, it is applied after `k_proj`, and its output is what is rotated.
 KEYS_MODULES = ("k_norm", "k_layernorm", "k_proj")
@@ -150,8 +153,9 @@ def find_keys_module(attention: nn.Module) -> nn.Module | None:
 def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> torch.Tensor | None:
     """Keys before rotation, `(num_key_value_heads, S, head_dim)`; `None` if they are not known.
 
-    Rotation keeps the norm of each key, or multiplies all keys by the same factor, as YaRN does (arXiv 2309.00071). So
-    if the norms of `projected` and `rotated` differ by more than a common factor, `projected` is not what was rotated.
+    Rotation keeps the norm of each key, or multiplies all keys by the same factor, as YaRN does: by 1.14 for a context
+    four times as long (arXiv 2309.00071). So if the norms of `projected` and `rotated` differ by more than such
+    a factor, `projected` is not what was rotated.
 
     Args:
         projected: What the keys module returned, `(num_key_value_heads, S, head_dim)`, `(S, num_key_value_heads,
@@ -172,6 +176,8 @@ def before_rotation(projected: torch.Tensor | None, rotated: torch.Tensor) -> to
     norms_after = torch.linalg.vector_norm(rotated, dim=-1, dtype=torch.float32)
 
     common_factor = norms_after.mean() / norms_before.mean()
+    if not 0.9 < common_factor < MAX_ROTATION_FACTOR:  # also refuses NaN
+        return None
     norms_before = common_factor * norms_before
 
     # Rounding changes a norm by a few eps of the keys' dtype. The tolerance is at least 1e-3, because in

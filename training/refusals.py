@@ -150,7 +150,7 @@ def check_stage(run_args: RunArguments) -> None:
     elif run_args.vision_learning_rate is not None:
         raise UserError(
             f"vision_learning_rate is read in stage 'instruct' alone, got stage {run_args.stage!r}, which freezes the "
-            "vision encoder."
+            "vision encoder: leave it out."
         )
     if run_args.stage == Stage.ADAPT:
         return

@@ -20,6 +20,8 @@ from diagnostics.answers import (
     make_prompt,
     read_prompt,
 )
+from diagnostics.parts import DiagnosticsError
+from families import build, inputs
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -76,24 +78,43 @@ def test_prompts_of_one_length_each_get_their_own_likeliest_answer(
     processor = AutoProcessor.from_pretrained(make_model_folder())
     # With larger outputs of attention, what follows a token depends on the prompt.
     with torch.no_grad():
-        model.lm_head.weight *= 40.0
+        model.lm_head.weight *= 80.0
         for layer in model.model.language_model.layers:
             layer.self_attn.o_proj.weight *= 100.0
-    questions = ("Why?", "How?", "Who?", "Say.", "Tell")
+    questions = ("Why?", "How?", "Who?", "Say.", "Tell", "zzzz")
     prompts = [make_prompt(question, picture) for question in questions]
 
-    # All answers begin with the same token, so that the tokens after it decide.
-    first_token = processor.tokenizer("a", add_special_tokens=False).input_ids
-    answers = [[*first_token, token, token + 1] for token in range(40)]
-
+    # Many answers begin with the same token, so that the tokens after it decide. With such sharp distributions, the
+    # search ends sooner for some prompts than for others.
+    answers = [[number % 3, number, number + 1] for number in range(60)]
+    answers += [[30 + number % 20, number] for number in range(60)]
     together = likeliest(model, read_prompt(model, encode_prompts(processor, prompts)), answers)
     alone = []
     for prompt in prompts:
-        inputs = encode_prompts(processor, [prompt])
-        scores = [score_in_one_pass(model, inputs, answer) for answer in answers]
+        state = read_prompt(model, encode_prompts(processor, [prompt]))
+        scores = []
+        for answer, log_probabilities in zip(answers, distributions(model, state, answers), strict=True):
+            scores.append(log_probabilities[range(len(answer)), answer].sum().item())
         alone.append(scores.index(max(scores)))
     assert together == alone
     assert len(set(alone)) > 1  # otherwise one prompt could be taken for another
+
+
+def test_prompts_of_different_lengths_are_not_read_together(
+    make_model_folder: Callable[..., Path], picture: Image.Image
+) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).eval()
+    processor = AutoProcessor.from_pretrained(make_model_folder())
+    prompts = [make_prompt("Why?", picture), make_prompt("What is this?", picture)]
+    with pytest.raises(DiagnosticsError, match="Prompts of different lengths can't be read together"):
+        read_prompt(model, encode_prompts(processor, prompts))
+
+
+def test_prompts_of_a_decoder_with_offsets_of_positions_are_not_read_together() -> None:
+    prompt = inputs("qwen2_vl")
+    prompts = {name: torch.cat([value, value]) for name, value in prompt.items()}
+    with pytest.raises(DiagnosticsError, match="positions have three axes"):
+        read_prompt(build("qwen2_vl"), prompts)
 
 
 def make_template(before_text: str = "", get_text: str = "message.content[-1].text", end_of_turn: str = "") -> str:

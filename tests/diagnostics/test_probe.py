@@ -216,9 +216,8 @@ def test_a_layer_without_keys_is_noted(name: str) -> None:
 
 def test_the_keys_of_a_decoder_with_yarn_are_recorded() -> None:
     model = build("llava-siglip")
-    find_decoder(
-        model
-    ).rotary_emb.attention_scaling = 1.14  # YaRN multiplies rotated queries and keys by such a factor
+    # YaRN multiplies rotated queries and keys by such a factor.
+    find_decoder(model).rotary_emb.attention_scaling = 1.14
     record = record_sample(model, inputs("llava-siglip"))
     assert list(record.keys) == [0, 1, 2]
     assert record.notes == []
@@ -250,6 +249,7 @@ def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
     for projected in (keys, tokens_first, heads_joined):
         assert torch.equal(before_rotation(projected, rotated), keys)
         assert torch.equal(before_rotation(projected, 1.1 * rotated), keys)
+        assert before_rotation(projected, 3 * rotated) is None
 
     normalized_keys = keys / keys.norm(dim=-1, keepdim=True)
     keys_of_one_head = keys[:1]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from common.errors import UserError
 from examples.emoji.study import __main__ as study
 from examples.emoji.study.analysis import (
     ArmModel,
@@ -370,6 +371,10 @@ def test_a_machine_does_only_the_runs_of_the_seeds_it_is_given() -> None:
     ]
     cells = study.next_cells([BLOCK_2, BLOCK_1], records, "a CPU", seeds_of_both_blocks)
     assert [(cell.block, cell.seed) for cell in cells] == [(BLOCK_1, 201)] * 4
+
+    study.check_seeds(seeds_of_both_blocks)
+    with pytest.raises(UserError, match="--seeds 999: no block has this seed"):
+        study.check_seeds([102, 999])
 
 
 # The file of records

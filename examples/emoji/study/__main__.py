@@ -234,7 +234,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--seeds",
         type=int,
         nargs="+",
-        help="do only the runs of these seeds: machines, or commands in folders of their own, can share the work",
+        help="do only the runs of these seeds, so that several machines can share the work",
     )
     return parser
 
@@ -249,6 +249,7 @@ def main() -> None:
     if options.report:
         return
 
+    check_seeds(options.seeds or [])
     runner = Runner(find_commit(options.commit), options.at_once)
     while True:
         records = read_records()
@@ -257,6 +258,20 @@ def main() -> None:
         if not cells:
             break
         runner.run_all(cells)
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuse seeds that no block has.
+
+    Raises:
+        UserError: if there is such a seed.
+    """
+    known_seeds = set(BLOCK_2_MORE_SEEDS)
+    for block in BLOCKS:
+        known_seeds.update(block.seeds)
+    for seed in seeds:
+        if seed not in known_seeds:
+            raise UserError(f"--seeds {seed}: no block has this seed; docs/study.md names each block's seeds.")
 
 
 def next_cells(

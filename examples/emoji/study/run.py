@@ -95,12 +95,12 @@ def train_model(cell: Cell, untrained: Path, trained: Path, rate: float) -> None
         "projector_learning_rate": PROJECTOR_RATE,
         "norm_learning_rate": NORM_RATE,
         "bf16": "false",  # the study trains in float32
-        "dataloader_num_workers": 2,  # by default eight on a GPU, too many where runs share the cores
         "resume_from_checkpoint": "true",
     }
-    # On a GPU a run takes minutes, and the checkpoints of many runs at once would fill the disk.
+    # On a GPU a run takes minutes, and many runs share the machine: their checkpoints would fill its disk, and eight
+    # workers each, the default there, its memory.
     if torch.cuda.is_available():
-        options["save_strategy"] = "no"
+        options |= {"save_strategy": "no", "dataloader_num_workers": 2}
     command = [sys.executable, "-m", "examples.emoji.study.train", str(rate)]
     for name, value in options.items():
         command.append(f"--{name}={value}")

@@ -1,5 +1,6 @@
 """Runs the notebooks with other models and pictures than their own, and checks the outputs that they are kept with."""
 
+import ast
 import json
 import os
 import re
@@ -101,6 +102,16 @@ def test_compose_and_train_trains_both_stages(
     changed_names = [name for name in before if not before[name].equal(after[name])]
     changed_parts = {name.split(".")[1] for name in changed_names}
     assert changed_parts.issuperset({"vision_tower", "multi_modal_projector", "language_model"})
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_what_the_notebook_imports_is_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "digits"))  # a notebook adds this folder itself
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        python_lines = [line for line in cell.source.splitlines() if not line.startswith(("%", "!"))]
+        for statement in ast.walk(ast.parse("\n".join(python_lines))):
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                exec(ast.unparse(statement), {})  # raises an ImportError if a name isn't there
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.ipynb")), ids=lambda path: path.stem)

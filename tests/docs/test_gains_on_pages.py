@@ -1,4 +1,4 @@
-"""Checks that README.md and docs/findings.md give the gains that the repository's records of runs give."""
+"""Checks that pages, and the help of `training/compose.py`, give the gains that the repository's records give."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from examples.emoji.gains import ARMS, CONTROL, differences, read_runs, t_interval
+from training.compose import WHICH_NORM
 
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,15 @@ def test_the_readme_gives_the_gains_of_the_records(emoji_gains: list[str]) -> No
     (alternative_text,) = re.findall(r"^!\[(.*)\]\(examples/emoji/gains\.png\)$", text, re.MULTILINE)
     missing = [gain for gain in emoji_gains if gain not in alternative_text]
     assert missing == []
+
+
+def test_what_helps_to_choose_a_norm_gives_the_gains_of_the_records(emoji_gains: list[str]) -> None:
+    scaled_once, norm, _ = emoji_gains
+    method = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+    box = method.split("## Nothing, scale once, or a norm?")[1].split("\n## ")[0]
+    for text in (box, WHICH_NORM):
+        assert scaled_once in text
+        assert norm in text
 
 
 def test_the_findings_give_the_gains_of_the_records(emoji_gains: list[str], digit_gains: list[str]) -> None:

@@ -156,7 +156,8 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
         inputs: The prompts as [`encode_prompts`] returns them.
 
     Raises:
-        DiagnosticsError: if prompts are padded, or if there are several and the decoder's positions have three axes.
+        DiagnosticsError: if there are several prompts, and they have different lengths or the decoder's positions have
+            three axes.
     """
     if len(inputs["input_ids"]) > 1:
         _require_one_length(model, inputs)

@@ -160,14 +160,14 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
             three axes.
     """
     if len(inputs["input_ids"]) > 1:
-        _require_one_length(model, inputs)
+        _require_readable_together(model, inputs)
     cache = DynamicCache(config=model.config.get_text_config())  # the model fills it
     logits = model(**inputs, **{cache_argument(model): cache}, logits_to_keep=1).logits
     first_log_probabilities = logits[:, -1].float().log_softmax(dim=-1)
     return PromptState(cache, first_log_probabilities)
 
 
-def _require_one_length(model: PreTrainedModel, inputs: Any) -> None:
+def _require_readable_together(model: PreTrainedModel, inputs: Any) -> None:
     """Refuse several prompts that can't be read together.
 
     No attention mask is given when answers are scored, so prompts may not be padded. A decoder whose positions have

@@ -403,9 +403,9 @@ def describe_model(model: NormLlavaForConditionalGeneration, processor: LlavaPro
 # The end of the command's help; docs/method.md says more.
 WHICH_NORM = (
     "Nothing, scale once, or a norm? There is one study, of a decoder of 135M, drawings, and half of the recipe's "
-    "steps. In it plain Llava's image tokens entered at nearly 4 times the norm of text. Points of right names more "
-    "than plain Llava: `--projector_norm none --scale_projector` 6.6 (4.2 to 9.0), `--projector_norm gwc` 3.7 (1.6 to "
-    "5.8). The two haven't been compared after the whole recipe, on photographs or in a larger decoder. "
+    "steps. In it plain Llava's image tokens entered at nearly 4 times the norm of text. Gain in right names over "
+    "plain Llava, in points: `--projector_norm none --scale_projector` 6.6 (4.2 to 9.0), `--projector_norm gwc` 3.7 "
+    "(1.6 to 5.8). The two haven't been compared after the whole recipe, on photographs or in a larger decoder. "
     "`python -m diagnostics` measures your model's ratio on your pictures."
 )
 

@@ -68,7 +68,7 @@ def test_the_readme_gives_the_gains_of_the_records(emoji_gains: list[str]) -> No
     assert missing == []
 
 
-def test_what_helps_to_choose_a_norm_gives_the_gains_of_the_records(emoji_gains: list[str]) -> None:
+def test_method_and_the_help_of_compose_give_the_gains_of_the_records(emoji_gains: list[str]) -> None:
     scaled_once, norm, _ = emoji_gains
     method = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
     box = method.split("## Nothing, scale once, or a norm?")[1].split("\n## ")[0]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from common.errors import UserError
 from examples.emoji.study import __main__ as study
 from examples.emoji.study.analysis import (
     ArmModel,
@@ -356,25 +355,6 @@ def test_a_seed_counts_on_the_processor_that_finished_it_first() -> None:
     others_of_cpu = [make_record(BLOCK_2, arm, 101, processor="a CPU") for arm in (SCALED, LAYER_NORM)]
     records = first_of_cpu + all_of_gpu + others_of_cpu
     assert complete_seeds(BLOCK_2, records) == {101: "a GPU"}
-
-
-def test_a_machine_does_only_the_runs_of_the_seeds_it_is_given() -> None:
-    records = [make_record(BLOCK_2, NOTHING, 102)]
-    seeds_of_both_blocks = [102, 103, 201]
-
-    cells = study.next_cells([BLOCK_2, BLOCK_1], records, "a CPU", seeds_of_both_blocks)
-    assert [cell.seed for cell in cells] == [102, 102, 103, 103, 103]
-
-    # When they are done, block 1 comes next, though others have yet to do block 2's other seeds.
-    records += [
-        make_record(BLOCK_2, arm, seed) for seed in (102, 103) for arm in BLOCK_2.arms if (arm, seed) != (NOTHING, 102)
-    ]
-    cells = study.next_cells([BLOCK_2, BLOCK_1], records, "a CPU", seeds_of_both_blocks)
-    assert [(cell.block, cell.seed) for cell in cells] == [(BLOCK_1, 201)] * 4
-
-    study.check_seeds(seeds_of_both_blocks)
-    with pytest.raises(UserError, match="--seeds 999: no block has this seed"):
-        study.check_seeds([102, 999])
 
 
 # The file of records

@@ -230,12 +230,6 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run nothing: print how many runs are left, and the results of blocks that are done",
     )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        help="do only the runs of these seeds, so that several machines can share the work",
-    )
     return parser
 
 
@@ -249,42 +243,20 @@ def main() -> None:
     if options.report:
         return
 
-    check_seeds(options.seeds or [])
     runner = Runner(find_commit(options.commit), options.at_once)
     while True:
         records = read_records()
         # Block 2's results decide whether it gets more seeds, so the blocks are planned again after each pass.
-        cells = next_cells(planned_blocks(records), records, processor, options.seeds)
+        cells = next_cells(planned_blocks(records), records, processor)
         if not cells:
             break
         runner.run_all(cells)
 
 
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Refuse seeds that no block has.
-
-    Raises:
-        UserError: if there is such a seed.
-    """
-    known_seeds = set(BLOCK_2_MORE_SEEDS)
-    for block in BLOCKS:
-        known_seeds.update(block.seeds)
-    for seed in seeds:
-        if seed not in known_seeds:
-            raise UserError(f"--seeds {seed}: no block has this seed; docs/study.md names each block's seeds.")
-
-
-def next_cells(
-    blocks: Sequence[Block], records: Sequence[Record], processor: str, seeds: Sequence[int] | None = None
-) -> list[Cell]:
-    """The runs that are left of the first unfinished block. The list is empty if all blocks are done.
-
-    If seeds are given, only their runs count.
-    """
+def next_cells(blocks: Sequence[Block], records: Sequence[Record], processor: str) -> list[Cell]:
+    """The runs that are left of the first unfinished block. The list is empty if all blocks are done."""
     for block in blocks:
         cells = cells_left(block, records, processor)
-        if seeds is not None:
-            cells = [cell for cell in cells if cell.seed in seeds]
         if cells:
             return cells
     return []

@@ -97,8 +97,8 @@ def train_model(cell: Cell, untrained: Path, trained: Path, rate: float) -> None
         "bf16": "false",  # the study trains in float32
         "resume_from_checkpoint": "true",
     }
-    # On a GPU a run takes minutes, and many runs share the machine: their checkpoints would fill its disk, and eight
-    # workers each, the default there, its memory.
+    # On a GPU many runs share the machine, and each takes minutes. Checkpoints of all runs would fill the disk, and by
+    # default each run would have eight workers.
     if torch.cuda.is_available():
         options |= {"save_strategy": "no", "dataloader_num_workers": 2}
     command = [sys.executable, "-m", "examples.emoji.study.train", str(rate)]

@@ -1,395 +1,334 @@
-"""The study's plan of runs, its file of records, and its statistics, which are compared with scipy's."""
+"""The study's plan of runs, its file of records, and its statistics, which are compared with formulas on paper."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from examples.emoji.study import __main__ as study
-from examples.emoji.study.analysis import (
-    ArmModel,
-    Difference,
-    conclude_block_1,
-    holm,
-    judge_block_1,
-    judge_block_2,
-    needs_more_seeds,
-    report,
-    simple_effects,
-)
+from examples.emoji.study import records as study_records
+from examples.emoji.study.analysis import Comparison, compare_arms, compare_by_seed, interaction_p, tabulate_scores
 from examples.emoji.study.cells import (
-    BLOCK_1,
-    BLOCK_2,
-    LAYER_NORM,
-    NOTHING,
-    NOTHING_FAST,
-    SCALED,
-    SCALED_SLOWLY,
+    FAST_SEEDS,
+    SLOW_SEEDS,
     Arm,
-    Block,
+    Log,
+    Machine,
     Record,
+    all_seeds,
     cells_left,
-    complete_seeds,
-    records_that_count,
+    dropped_seeds,
+    has_ended,
+    runs_that_count,
+    seeds_left,
+    whole_seeds,
 )
+from examples.emoji.study.records import append_line, read_log
 
 
-def make_record(block: Block, arm: Arm, seed: int, percent: float = 30.0, processor: str = "a CPU") -> Record:
+CPU = Machine("a CPU", "bfloat16")
+GPU = Machine("a GPU", "bfloat16")
+# The percentage of right names of each arm; a run's seed is added to it in some tests.
+MEANS = {Arm.NOTHING: 30.0, Arm.SCALED: 36.0, Arm.LAYER_NORM: 33.0}
+
+
+def make_record(arm: Arm, seed: int, percent: float = 30.0, machine: Machine = CPU, **fields: Any) -> Record:
     """The record of a run in which this percentage of names is right, for each of the two primary artists."""
-    num_right = round(10 * percent)  # of 1000 drawings
-    digits = "1" * num_right + "0" * (1000 - num_right)
+    num_right = round(10 * percent)
+    right = [["cat", "cat", 1.5]] * num_right
+    wrong = [["cat", "dog", -0.5]] * (1000 - num_right)
     return {
-        "block": block.number,
-        "arm": arm.name,
+        "arm": arm.value,
         "seed": seed,
-        "processor": processor,
+        **machine._asdict(),
+        "failed": False,
         "data": "rows",  # stands for the fingerprint of the rows that the run was trained on
         "minutes": 10.0,
-        "hits": {"twemoji": digits, "emojione": digits, "openmoji": "01"},  # one of OpenMoji's two names is right
+        "answers": {"twemoji": right + wrong, "emojione": right + wrong, "openmoji": [["cat", "dog", -2.0]]},
         "perplexity": 18.0,
         "losses": [2.0, 1.0],
         "start": {"norm": 1.0, "names_by_tokens": 20.0},
         "end": {"norm": 2.0, "names_by_tokens": 25.0},
         "gain": None,
         "clipped": {"language_model": 50.0},
+        **fields,
     }
 
 
-def make_records(block: Block, percents: dict[Arm, list[float]]) -> list[Record]:
-    """Records of a block, all by one processor. Each arm has these percentages of right names, one for each seed."""
-    records = []
-    for arm, percents_of_arm in percents.items():
-        for seed, percent in zip(block.seeds, percents_of_arm, strict=True):
-            records.append(make_record(block, arm, seed, percent))
-    return records
+def make_seeds(seeds: list[int], machine: Machine = CPU) -> list[Record]:
+    """Whole seeds, each with a run of every arm."""
+    return [make_record(arm, seed, MEANS[arm], machine) for seed in seeds for arm in Arm]
 
 
-def eight_around(mean: float, distance: float) -> list[float]:
-    """Eight numbers: four at this distance below the mean, and four at the same distance above it."""
-    return [mean - distance, mean + distance] * 4
+def make_log(runs: list[Record], crashes: list[Record] | None = None, end: str | None = None) -> Log:
+    return Log(runs, crashes or [], end)
 
 
 # The statistics
 
 
-def test_arms_on_one_processor_are_compared_as_scipy_does() -> None:
-    rng = np.random.default_rng(0)
-    outcomes_a = rng.normal(28, 2, size=8)
-    outcomes_b = rng.normal(31, 2, size=8)
-    outcomes_c = rng.normal(35, 2, size=8)
-    outcomes = np.concatenate([outcomes_a, outcomes_b, outcomes_c])
-    arms = ["a"] * 8 + ["b"] * 8 + ["c"] * 8
-    model = ArmModel(arms, ["a CPU"] * 24, outcomes)
+def draw_scores(rng: np.random.Generator, seeds: list[int], effect_at_slow: float = 0.0) -> tuple[Any, np.ndarray]:
+    """A table of runs, and the same scores as `[num_seeds, num_arms]`. Seeds differ much, arms of a seed little."""
+    arms = list(Arm)
+    offsets = rng.normal(0, 10, size=(len(seeds), 1))
+    means = np.array([MEANS[arm] for arm in arms])
+    matrix = means + offsets + rng.normal(0, 2, size=(len(seeds), 3))
+    for row, seed in enumerate(seeds):
+        if seed in SLOW_SEEDS:
+            matrix[row, arms.index(Arm.SCALED)] += effect_at_slow
 
-    f_test = stats.f_oneway(outcomes_a, outcomes_b, outcomes_c)
-    assert model.f_test() == pytest.approx(f_test.pvalue, rel=1e-9)
-
-    pair = model.pair("a", "c", level=0.005)
-    tukey = stats.tukey_hsd(outcomes_a, outcomes_b, outcomes_c)
-    interval = tukey.confidence_interval(1 - 0.005)
-    # scipy's results are matrices: in row 0 and column 2 they have the first arm less the third.
-    assert pair.adjusted_p == pytest.approx(tukey.pvalue[0, 2], rel=1e-3)
-    assert pair.adjusted_low == pytest.approx(interval.low[0, 2], abs=1e-4)
-    assert pair.adjusted_high == pytest.approx(interval.high[0, 2], abs=1e-4)
-
-    assert pair.verdict == "behind"
-    assert model.pair("c", "a", level=0.005).verdict == "ahead"
+    runs = []
+    for row, seed in enumerate(seeds):
+        for column, arm in enumerate(arms):
+            percent = round(matrix[row, column], 1)  # a record has 1000 names
+            matrix[row, column] = percent
+            runs.append(make_record(arm, seed, percent))
+    return tabulate_scores(runs), matrix
 
 
-def test_two_arms_on_one_processor_are_compared_by_a_t_test() -> None:
-    rng = np.random.default_rng(0)
-    outcomes_a = rng.normal(28, 2, size=8)
-    outcomes_b = rng.normal(31, 2, size=8)
-    outcomes = np.concatenate([outcomes_a, outcomes_b])
-    arms = ["a"] * 8 + ["b"] * 8
-    model = ArmModel(arms, ["a CPU"] * 16, outcomes)
-    difference = model.difference({"b": 1, "a": -1})
+def test_arms_are_compared_within_seeds_as_by_the_formulas_of_a_two_way_layout() -> None:
+    scores, matrix = draw_scores(np.random.default_rng(0), all_seeds())
+    num_seeds, num_arms = matrix.shape
+    comparison = compare_arms(scores)
 
-    t_test = stats.ttest_ind(outcomes_b, outcomes_a)
-    low, high = t_test.confidence_interval()
-    assert difference.p == pytest.approx(t_test.pvalue, rel=1e-9)
-    assert difference.low == pytest.approx(low, abs=1e-9)
-    assert difference.high == pytest.approx(high, abs=1e-9)
+    residuals = matrix - matrix.mean(axis=0) - matrix.mean(axis=1, keepdims=True) + matrix.mean()
+    degrees = (num_seeds - 1) * (num_arms - 1)
+    assert degrees == 30
+    variance = (residuals**2).sum() / degrees
+    between_arms = num_seeds * ((matrix.mean(axis=0) - matrix.mean()) ** 2).sum() / (num_arms - 1)
+    assert comparison.arms_p == pytest.approx(stats.f.sf(between_arms / variance, num_arms - 1, degrees), rel=1e-6)
 
-
-def test_a_processor_that_is_better_for_all_arms_changes_no_comparison() -> None:
-    rng = np.random.default_rng(1)
-    arms = ["a", "b"] * 8
-    processors = ["a CPU"] * 10 + ["a GPU"] * 6
-    outcomes = rng.normal(30, 2, size=16)
-    is_on_gpu = np.array(processors) == "a GPU"
-    shifted_outcomes = np.where(is_on_gpu, outcomes + 50.0, outcomes)
-    a_less_b = {"a": 1, "b": -1}
-
-    without_shift = ArmModel(arms, processors, outcomes).difference(a_less_b)
-    with_shift = ArmModel(arms, processors, shifted_outcomes).difference(a_less_b)
-    assert with_shift.estimate == pytest.approx(without_shift.estimate)
-    assert with_shift.low == pytest.approx(without_shift.low)
-    assert with_shift.p == pytest.approx(without_shift.p)
-
-    # A linear model that doesn't know the processors has a much wider interval.
-    without_processors = ArmModel(arms, ["a CPU"] * 16, shifted_outcomes).difference(a_less_b)
-    width = with_shift.high - with_shift.low
-    width_without_processors = without_processors.high - without_processors.low
-    assert width_without_processors > 5 * width
+    pair = comparison.pair(Arm.SCALED, Arm.LAYER_NORM)
+    arms = list(Arm)
+    estimate = (matrix[:, arms.index(Arm.SCALED)] - matrix[:, arms.index(Arm.LAYER_NORM)]).mean()
+    error = (2 * variance / num_seeds) ** 0.5
+    half_width = stats.t.ppf(0.975, degrees) * error
+    assert pair.estimate == pytest.approx(estimate)
+    assert (pair.low, pair.high) == pytest.approx((estimate - half_width, estimate + half_width))
+    assert pair.p == pytest.approx(2 * stats.t.sf(abs(estimate) / error, degrees), rel=1e-6)
 
 
-def test_arms_are_equal_only_if_the_interval_lies_within_three_points() -> None:
-    arms = ["a"] * 16 + ["b"] * 16
-    processors = ["a CPU"] * 32
-
-    # Both arms have the same mean. The outcomes first vary little, and then much.
-    outcomes_close_to_mean = eight_around(30, 0.5) * 4  # 16 for each arm
-    model = ArmModel(arms, processors, outcomes_close_to_mean)
-    assert model.pair("a", "b", level=0.048).verdict == "equal within 3 points"
-
-    outcomes_far_from_mean = eight_around(30, 6.0) * 4
-    model = ArmModel(arms, processors, outcomes_far_from_mean)
-    assert model.pair("a", "b", level=0.048).verdict == "unclear"
+def test_a_seed_that_is_better_for_all_arms_changes_no_comparison() -> None:
+    scores, _ = draw_scores(np.random.default_rng(1), all_seeds())
+    shifted = scores.assign(score=scores["score"] + 40 * (scores["seed"] == 101))
+    for pair, same_pair in zip(compare_arms(scores).pairs, compare_arms(shifted).pairs, strict=True):
+        assert pair.estimate == pytest.approx(same_pair.estimate)
+        assert pair.low == pytest.approx(same_pair.low)
 
 
-@pytest.mark.parametrize(
-    ("p_values", "adjusted"),
-    [
-        # The smallest p is doubled, since there are two tests.
-        pytest.param({"a": 0.01, "b": 0.6}, {"a": 0.02, "b": 0.6}, id="doubled"),
-        # The smallest p is doubled to 0.04. The other p would stay 0.03, but may not be below 0.04.
-        pytest.param({"a": 0.03, "b": 0.02}, {"b": 0.04, "a": 0.04}, id="not-below-the-smallest"),
-        pytest.param({"a": 0.7, "b": 0.6}, {"b": 1.0, "a": 1.0}, id="at-most-1"),
-    ],
-)
-def test_holms_adjustment(p_values: dict[str, float], adjusted: dict[str, float]) -> None:
-    assert holm(p_values) == pytest.approx(adjusted)
+def test_whether_arm_and_rate_interact_as_by_the_formulas_of_a_split_plot() -> None:
+    scores, matrix = draw_scores(np.random.default_rng(2), all_seeds(), effect_at_slow=3.0)
+    is_fast = np.array([seed in FAST_SEEDS for seed in all_seeds()])
+    fast, slow = matrix[is_fast], matrix[~is_fast]
+
+    def interaction_residuals(group: np.ndarray) -> np.ndarray:
+        return group - group.mean(axis=0) - group.mean(axis=1, keepdims=True) + group.mean()
+
+    # Each rate's seeds have arm means of their own. What is left over has 2 x 7 x 2 degrees of freedom.
+    error = (interaction_residuals(fast) ** 2).sum() + (interaction_residuals(slow) ** 2).sum()
+    both = (interaction_residuals(matrix) ** 2).sum()
+    ratio = (both - error) / 2 / (error / 28)
+    assert interaction_p(scores) == pytest.approx(stats.f.sf(ratio, 2, 28), rel=1e-6)
 
 
-# Block 1
+def test_each_seeds_difference_is_tested_as_by_a_paired_t_test() -> None:
+    scores, matrix = draw_scores(np.random.default_rng(3), all_seeds())
+    arms = list(Arm)
+    (pair,) = [pair for pair in compare_by_seed(scores) if (pair.arm, pair.other) == (Arm.SCALED, Arm.NOTHING)]
+    tested = stats.ttest_rel(matrix[:, arms.index(Arm.SCALED)], matrix[:, arms.index(Arm.NOTHING)])
+    assert pair.p == pytest.approx(tested.pvalue)
+    assert (pair.low, pair.high) == pytest.approx(tuple(tested.confidence_interval()))
 
 
-def test_effects_of_norm_and_rate_by_hand() -> None:
-    means = {SCALED: 36.0, SCALED_SLOWLY: 33.0, NOTHING_FAST: 31.0, NOTHING: 30.0}
-    records = make_records(BLOCK_1, {arm: eight_around(mean, 1.0) for arm, mean in means.items()})
-    effects = judge_block_1(records)
-    estimates = {name: effect.estimate for name, effect in effects.items()}
-    assert estimates == pytest.approx({
-        "norm": 4.0,  # (36 + 33) / 2 - (31 + 30) / 2
-        "rate": 2.0,  # (36 + 31) / 2 - (33 + 30) / 2
-        "interaction": 2.0,  # (36 - 33) - (31 - 30)
-    })  # fmt: skip
-
-    simple_estimates = {name: effect.estimate for name, effect in simple_effects(records).items()}
-    assert simple_estimates == pytest.approx({
-        "norm, at relative rate 1": 5.0,  # 36 - 31
-        "norm, at relative rate 1/k": 3.0,  # 33 - 30
-        "rate, at norm T": 3.0,  # 36 - 33
-        "rate, at norm kT": 1.0,  # 31 - 30
-    })  # fmt: skip
-
-    # Each arm has eight outcomes at a distance of 1 from its mean, so the variance of a run is 8/7. The effect of norm
-    # is the difference of two means of 16 runs each, so its variance is 2/16 of a run's variance. 2.0484 is the 97.5%
-    # quantile of Student's t with 28 degrees of freedom: 32 runs less 4 arms.
-    half_width = 2.0484 * (8 / 7 * 2 / 16) ** 0.5
-    assert effects["norm"].high - 4.0 == pytest.approx(half_width, abs=1e-3)
+def compare_made_up(percents: dict[Arm, list[float]]) -> Comparison:
+    """The comparison of the first sixteen runs of each arm, which have these percentages of right names."""
+    runs = []
+    for arm, percents_of_arm in percents.items():
+        for seed, percent in zip(all_seeds(), percents_of_arm, strict=True):
+            runs.append(make_record(arm, seed, percent))
+    return compare_arms(tabulate_scores(runs))
 
 
-@pytest.mark.parametrize(
-    ("norm_p", "rate_p", "interaction_p", "sentence"),
-    [
-        pytest.param(
-            0.001,
-            0.3,
-            0.5,
-            "At equal relative rates, smaller image embeddings gain 4.0 points (2.0 to 6.0); "
-            "a faster second layer explains less than 1.0.",
-            id="norm",
-        ),
-        pytest.param(
-            0.3,
-            0.001,
-            0.5,
-            "At equal norms, models with a faster second layer lose 1.0 points (-3.0 to 1.0 gained); "
-            "smaller image embeddings explain less than 6.0.",
-            id="rate",
-        ),
-        pytest.param(
-            0.001,
-            0.04,
-            0.5,
-            "Smaller image embeddings gain 4.0 points (2.0 to 6.0); "
-            "models with a faster second layer lose 1.0 points (-3.0 to 1.0 gained).",
-            id="norm-and-rate",
-        ),
-        # A p of 0.03 would be below 0.05. But it is the smaller of two, so Holm's method doubles it.
-        pytest.param(0.03, 0.06, 0.5, "Undecided; effects above 6.0 points are excluded.", id="neither"),
-        # If the interaction is clear, the effects of norm and rate are not told, however clear they are.
-        pytest.param(0.001, 0.001, 0.01, "Norm and rate interact: read the simple effects.", id="interaction"),
-    ],
-)
-def test_block_1_says_what_its_p_values_allow(
-    norm_p: float, rate_p: float, interaction_p: float, sentence: str
-) -> None:
-    effects = {
-        "norm": Difference(estimate=4, low=2, high=6, p=norm_p),
-        "rate": Difference(estimate=-1, low=-3, high=1, p=rate_p),
-        "interaction": Difference(estimate=0, low=0, high=0, p=interaction_p),
-    }
-    assert conclude_block_1(effects) == sentence
+def around(mean: float, distance: float, shift: int) -> list[float]:
+    """Sixteen numbers around a mean, four patterns of which don't go together."""
+    signs = [1, -1, -1, 1] * 4
+    return [mean + distance * signs[(number + shift) % 16] for number in range(16)]
 
 
-def test_simple_effects_are_shown_only_if_the_interaction_is_clear() -> None:
-    def report_block_1(means: dict[Arm, float]) -> str:
-        percents = {arm: eight_around(mean, 1.0) for arm, mean in means.items()}
-        return report(BLOCK_1, make_records(BLOCK_1, percents))
+def test_scaling_is_as_good_only_if_its_interval_is_above_minus_two_and_it_is_ahead_of_nothing() -> None:
+    nothing = around(28, 0.5, shift=0)
+    scaled = around(32, 0.5, shift=1)
+    close = compare_made_up({Arm.NOTHING: nothing, Arm.SCALED: scaled, Arm.LAYER_NORM: around(33, 0.5, shift=2)})
+    assert close.verdict(close.pair(Arm.SCALED, Arm.LAYER_NORM)) == "behind"
+    assert close.scaling_is_as_good  # though behind: by less than 2 points
 
-    # A small norm gains 3 points, a fast second layer gains 3, and both together gain 6.
-    without_interaction = report_block_1({SCALED: 36, SCALED_SLOWLY: 33, NOTHING_FAST: 33, NOTHING: 30})
-    assert "rate, at norm T" not in without_interaction
-    # A small norm and a fast second layer together gain 10 points, but each alone gains nothing.
-    with_interaction = report_block_1({SCALED: 40, SCALED_SLOWLY: 30, NOTHING_FAST: 30, NOTHING: 30})
-    assert "rate, at norm T" in with_interaction
+    far = compare_made_up({Arm.NOTHING: nothing, Arm.SCALED: scaled, Arm.LAYER_NORM: around(34, 0.5, shift=2)})
+    assert not far.scaling_is_as_good
 
-
-# Block 2
-
-
-def block_2_records(layer_norm_mean: float) -> list[Record]:
-    """Records of block 2's first eight seeds. The mean is 37% in "scaled once", and 30% in "nothing"."""
-    return make_records(
-        BLOCK_2,
-        {
-            NOTHING: eight_around(30, 2.0),
-            SCALED: eight_around(37, 2.0),
-            LAYER_NORM: eight_around(layer_norm_mean, 2.0),
-        },
-    )
+    # No arm does anything, so scaling is equal to the norm, and not as good.
+    equal = compare_made_up({arm: around(30, 0.5, shift) for shift, arm in enumerate(Arm)})
+    assert equal.pair(Arm.SCALED, Arm.LAYER_NORM).low > -2
+    assert not equal.scaling_is_as_good
 
 
-def test_block_2_gets_more_seeds_only_if_scaling_and_norm_are_unclear() -> None:
-    unclear_records = block_2_records(layer_norm_mean=34)
-    assert needs_more_seeds(unclear_records)
-    longer_block_2, _block_1 = study.planned_blocks(unclear_records)
-    assert len(cells_left(longer_block_2, unclear_records, "a CPU")) == 3 * 8  # three arms with eight more seeds
-
-    clear_records = block_2_records(layer_norm_mean=30)
-    assert not needs_more_seeds(clear_records)
-    # While a run is left, the results aren't looked at.
-    all_records_but_one = unclear_records[:-1]
-    assert not needs_more_seeds(all_records_but_one)
+def test_no_pair_is_clear_if_the_f_test_is_not() -> None:
+    rng = np.random.default_rng(15)
+    scores, _ = draw_scores(rng, all_seeds())
+    comparison = compare_arms(scores)
+    clear_pair = comparison.pair(Arm.SCALED, Arm.NOTHING)
+    assert comparison.verdict(clear_pair) == "ahead"
+    unclear = Comparison(arms_p=0.06, pairs=comparison.pairs)
+    assert unclear.verdict(clear_pair) == "undecided"
 
 
-def test_the_bound_is_lower_at_the_first_look_than_at_the_second() -> None:
-    first_records = block_2_records(layer_norm_mean=34)
-    f_test_p, pairs = judge_block_2(first_records)
-    assert f_test_p < 0.001
-    assert [(pair.arm, pair.other, pair.verdict) for pair in pairs] == [
-        ("scaled once", "LayerNorm at T", "unclear"),
-        ("scaled once", "nothing", "ahead"),
-        ("LayerNorm at T", "nothing", "ahead"),
-    ]
-    assert {pair.level for pair in pairs} == {0.005}
-
-    # With eight more seeds that have the same results, all pairs are clear at the second look.
-    more_records = [record | {"seed": record["seed"] + 8} for record in first_records]
-    _, pairs = judge_block_2(first_records + more_records)
-    assert [pair.verdict for pair in pairs] == ["ahead", "ahead", "ahead"]
-    assert {pair.level for pair in pairs} == {0.048}
+def test_a_failed_run_counts_with_no_right_name() -> None:
+    failed = make_record(Arm.SCALED, 101, failed=True)
+    del failed["answers"], failed["end"], failed["perplexity"], failed["gain"]
+    runs = [run for run in make_seeds(all_seeds()) if not (run["arm"] == Arm.SCALED and run["seed"] == 101)]
+    scores = tabulate_scores([*runs, failed])
+    assert scores.query("arm == 'scaled once' and seed == 101")["score"].tolist() == [0]
+    assert "failed runs, %" in study.report([*runs, failed])
 
 
-def test_results_are_shown_only_when_a_block_is_done() -> None:
+# The end
+
+
+def test_results_are_shown_only_at_the_end() -> None:
     a_result = "scaled once less LayerNorm at T"
-    unclear_records = block_2_records(layer_norm_mean=34)
-
+    runs = make_seeds(all_seeds())
     # Each run took 10 minutes, so the run that is left takes 0.2 hours.
-    all_records_but_one = unclear_records[:-1]
-    progress = study.describe_progress(all_records_but_one, "a CPU")
-    assert progress.startswith("Block 2: 1 of 24 runs left, about 0.2 hours")
+    progress = study.describe_progress(make_log(runs[:-1]), CPU)
+    assert progress.startswith("15 of 16 seeds are whole: 101, 102, 103, 104, 105, 106, 107, 108 at 0.0002; 109, 110")
+    assert "1 runs are left, about 0.2 hours" in progress
     assert a_result not in progress
 
-    # The first look is unclear, so three arms with eight more seeds run before anything is shown.
-    progress = study.describe_progress(unclear_records, "a CPU")
-    assert progress.startswith("Block 2: 24 of 48 runs left")
-    assert a_result not in progress
+    assert a_result in study.describe_progress(make_log(runs), CPU)
 
-    # A clear first look ends the block.
-    clear_records = block_2_records(layer_norm_mean=30)
-    assert f"{a_result}: ahead" in study.describe_progress(clear_records, "a CPU")
+
+def test_the_study_ends_early_only_by_a_line_and_with_four_seeds_of_each_rate(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    for run in make_seeds([101, 102, 103, 104, 109, 110, 111]):
+        append_line(path, run)
+    assert not has_ended(read_log(path))
+
+    with_end = tmp_path / "ended.jsonl"
+    with_end.write_text(path.read_text())
+    append_line(with_end, {"study_ended": "no time is left"})
+    with pytest.raises(ValueError, match="of the seeds 109 to 116 3 are whole"):
+        read_log(with_end)
+
+    for run in make_seeds([112]):
+        append_line(with_end, run)
+    log = read_log(with_end)
+    assert has_ended(log)
+    assert "no time is left" in study.describe_progress(log, CPU)
+
+
+def test_the_committed_records_can_be_reported() -> None:
+    log = read_log(study_records.RECORDS)
+    assert study.describe_progress(log, CPU)
 
 
 # The plan of runs
 
 
-def seeds_left(records: list[Record], processor: str) -> list[int]:
-    """The seeds of the runs of block 2 that a processor has to do, in order, each once."""
-    seeds = [cell.seed for cell in cells_left(BLOCK_2, records, processor)]
-    return list(dict.fromkeys(seeds))
+def test_both_rates_advance_together() -> None:
+    assert all_seeds() == [101, 109, 102, 110, 103, 111, 104, 112, 105, 113, 106, 114, 107, 115, 108, 116]
 
 
-def arms_left(records: list[Record], processor: str, seed: int) -> list[Arm]:
-    """The arms of block 2 that a processor has to run with a seed."""
-    return [cell.arm for cell in cells_left(BLOCK_2, records, processor) if cell.seed == seed]
+def cells_of(log: Log, machine: Machine) -> list[tuple[int, str]]:
+    return [(cell.seed, cell.arm.value) for cell in cells_left(log, machine)]
 
 
-def test_all_arms_of_a_seed_run_on_one_processor() -> None:
-    cpu_has_finished_101 = [make_record(BLOCK_2, arm, 101, processor="a CPU") for arm in BLOCK_2.arms]
-    cpu_has_begun_102 = [make_record(BLOCK_2, NOTHING, 102, processor="a CPU")]
-    gpu_has_begun_103 = [make_record(BLOCK_2, arm, 103, processor="a GPU") for arm in (NOTHING, SCALED)]
-    records = cpu_has_finished_101 + cpu_has_begun_102 + gpu_has_begun_103
+@pytest.mark.parametrize(
+    "other", [pytest.param(GPU, id="processor"), pytest.param(Machine("a CPU", "float32"), id="arithmetic")]
+)
+def test_all_arms_of_a_seed_run_on_one_processor_in_one_arithmetic(other: Machine) -> None:
+    here_has_finished_101 = make_seeds([101])
+    here_has_begun_109 = [make_record(Arm.NOTHING, 109)]
+    other_has_begun_102 = [make_record(arm, 102, machine=other) for arm in (Arm.NOTHING, Arm.SCALED)]
+    log = make_log(here_has_finished_101 + here_has_begun_109 + other_has_begun_102)
 
-    # A processor first finishes the seed that it has begun. The seed that the other processor has begun comes last.
-    begun_by_none = [104, 105, 106, 107, 108]
-    assert seeds_left(records, "a CPU") == [102, *begun_by_none, 103]
-    assert seeds_left(records, "a GPU") == [103, *begun_by_none, 102]
+    # A machine first finishes the seed that it has begun. The seed that the other has begun comes last, with all arms.
+    here = cells_of(log, CPU)
+    assert here[:2] == [(109, "scaled once"), (109, "LayerNorm at T")]
+    assert here[2][0] == 110
+    assert here[-3:] == [(102, arm.value) for arm in Arm]
 
-    assert arms_left(records, "a GPU", seed=103) == [LAYER_NORM]
-    # The CPU has run one arm of seed 102. The GPU would have to run all arms, even this arm.
-    assert arms_left(records, "a GPU", seed=102) == [NOTHING, SCALED, LAYER_NORM]
+    there = cells_of(log, other)
+    assert there[0] == (102, "LayerNorm at T")
+    assert there[-3:] == [(109, arm.value) for arm in Arm]
 
-    assert complete_seeds(BLOCK_2, records) == {101: "a CPU"}
-    assert records_that_count(BLOCK_2, records) == cpu_has_finished_101
+    assert whole_seeds(log.runs) == {101: CPU}
+    assert runs_that_count(log.runs) == here_has_finished_101
 
 
-def test_a_seed_counts_on_the_processor_that_finished_it_first() -> None:
-    first_of_cpu = [make_record(BLOCK_2, NOTHING, 101, processor="a CPU")]
-    all_of_gpu = [make_record(BLOCK_2, arm, 101, processor="a GPU") for arm in BLOCK_2.arms]
-    others_of_cpu = [make_record(BLOCK_2, arm, 101, processor="a CPU") for arm in (SCALED, LAYER_NORM)]
-    records = first_of_cpu + all_of_gpu + others_of_cpu
-    assert complete_seeds(BLOCK_2, records) == {101: "a GPU"}
+def test_a_seed_counts_on_the_machine_that_finished_it_first() -> None:
+    first_of_cpu = [make_record(Arm.NOTHING, 101)]
+    others_of_cpu = [make_record(arm, 101) for arm in (Arm.SCALED, Arm.LAYER_NORM)]
+    runs = first_of_cpu + make_seeds([101], GPU) + others_of_cpu
+    assert whole_seeds(runs) == {101: GPU}
+
+
+def test_a_seed_leaves_with_all_its_arms_after_two_crashes_of_a_run() -> None:
+    crash = {"crashed": 1, "arm": "scaled once", "seed": 101, **CPU._asdict()}
+    crash_of_another_arm = crash | {"arm": "nothing"}
+    twice_in_different_arms = make_log([], [crash, crash_of_another_arm])
+    assert dropped_seeds(twice_in_different_arms) == []
+
+    log = make_log([*make_seeds([109]), make_record(Arm.NOTHING, 101)], [crash, crash | {"crashed": -9}])
+    assert dropped_seeds(log) == [101]
+    assert 101 not in seeds_left(log)
+    assert {run["seed"] for run in runs_that_count(log.runs)} == {109}
+    assert "left the study after two crashes of a run: 101" in study.describe_progress(log, CPU)
+
+    # With all others whole, the study has ended.
+    others = [seed for seed in all_seeds() if seed != 101]
+    assert has_ended(make_log(make_seeds(others), log.crashes))
 
 
 # The file of records
 
 
-@pytest.fixture
-def records_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path of the study's file of records, in an empty folder."""
-    path = tmp_path / "records.jsonl"
-    monkeypatch.setattr(study, "RECORDS", path)
-    return path
-
-
 def write_records(path: Path, records: list[Record]) -> None:
     """Write a file with a record in each line."""
-    lines = [json.dumps(record) for record in records]
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(json.dumps(record) for record in records))
 
 
-def test_a_line_that_is_twice_in_the_file_is_read_once(records_file: Path) -> None:
-    records = [make_record(BLOCK_2, arm, 101) for arm in BLOCK_2.arms]
-    write_records(records_file, records + records)
-    assert study.read_records() == records
+def test_a_line_that_is_twice_in_the_file_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records = make_seeds([101])
+    write_records(path, records + records)
+    assert read_log(path).runs == records
 
 
-def test_two_different_records_of_a_run_are_refused(records_file: Path) -> None:
-    record = make_record(BLOCK_2, NOTHING, 101)
-    write_records(records_file, [record, record | {"minutes": 11.0}])
+def test_two_different_records_of_a_run_are_refused_but_not_of_two_arithmetics(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    record = make_record(Arm.NOTHING, 101)
+    write_records(path, [record, record | {"arithmetic": "float32"}])
+    assert len(read_log(path).runs) == 2
+
+    write_records(path, [record, record | {"minutes": 11.0}])
     with pytest.raises(ValueError, match="two records of the run"):
-        study.read_records()
+        read_log(path)
 
 
-def test_runs_that_were_trained_on_different_rows_are_refused(records_file: Path) -> None:
-    record = make_record(BLOCK_2, NOTHING, 101)
-    other_record = make_record(BLOCK_2, SCALED, 101) | {"data": "other rows"}
-    write_records(records_file, [record, other_record])
+def test_runs_that_were_trained_on_different_rows_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    record = make_record(Arm.NOTHING, 101)
+    other_record = make_record(Arm.SCALED, 101) | {"data": "other rows"}
+    write_records(path, [record, other_record])
     with pytest.raises(ValueError, match="different rows"):
-        study.read_records()
+        read_log(path)
+    # A run that failed has no fingerprint.
+    write_records(path, [record, other_record | {"data": None, "failed": True}])
+    assert len(read_log(path).runs) == 2
+
+
+def test_a_line_says_when_it_was_added(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "records.jsonl"
+    append_line(path, {"seed": 101})
+    assert json.loads(path.read_text())["ended"].endswith("+00:00")

@@ -1,6 +1,8 @@
 """The study's models: their shared start, their training, their measures, and the folders of their runs."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,31 +11,21 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from transformers import AutoProcessor, LlavaConfig
-from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+from transformers import AutoProcessor
 
 from examples.emoji import evaluate
 from examples.emoji.pictures import Record
 from examples.emoji.study import __main__ as study
-from examples.emoji.study import measures, starts
+from examples.emoji.study import measures, scores, starts
 from examples.emoji.study import run as study_run
-from examples.emoji.study import train as study_train
-from examples.emoji.study.cells import (
-    BLOCK_1,
-    LAYER_NORM,
-    NOTHING,
-    NOTHING_FAST,
-    SCALED,
-    SCALED_SLOWLY,
-    Arm,
-)
-from examples.emoji.study.run import second_layer_rate
+from examples.emoji.study.cells import Arm, Cell, Machine
 from examples.emoji.study.starts import START_FILE, make_arm_model
+from examples.steps import ROOT
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import FAST, INSTRUCT, dump_recipe, load_weights
+from script_runs import FAST, INSTRUCT, dump_recipe
 
 
-# The arms' models and learning rates
+# The arms' models
 
 
 def test_all_arms_start_from_the_shared_projector(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -52,14 +44,14 @@ def test_all_arms_start_from_the_shared_projector(make_model_folder: Callable[..
         model.save_pretrained(tmp_path / "untrained")
         return NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "untrained")
 
-    scaled = load_arm(SCALED)
+    scaled = load_arm(Arm.SCALED)
     assert torch.equal(scaled.model.multi_modal_projector(features), shared_output)
 
-    plain = load_arm(NOTHING)
+    plain = load_arm(Arm.NOTHING)
     assert torch.equal(plain.model.multi_modal_projector(features), 4 * shared_output)
 
     # "LayerNorm at T" gives the plain projector's output the norm T, the mean norm of text embeddings.
-    with_norm = load_arm(LAYER_NORM)
+    with_norm = load_arm(Arm.LAYER_NORM)
     embedding_norms = with_norm.get_input_embeddings().weight.norm(dim=-1)
     text_norm = embedding_norms[embedding_norms > 0].mean()  # without rows of zeros, which stand for no token
     hidden_size = 32  # width of the language model
@@ -69,105 +61,76 @@ def test_all_arms_start_from_the_shared_projector(make_model_folder: Callable[..
     assert with_norm.config.projector_norm == "gwc"
 
 
-def test_the_second_layers_rate_is_that_of_the_arm() -> None:
-    rates = {arm: second_layer_rate(arm, k=4.0) for arm in BLOCK_1.arms}
-    assert rates == pytest.approx({
-        SCALED: 2e-4,
-        SCALED_SLOWLY: 5e-5,  # 2e-4 / 4
-        NOTHING_FAST: 8e-4,  # 2e-4 x 4
-        NOTHING: 2e-4,
-    })  # fmt: skip
-
-
-@pytest.mark.parametrize("k", [4.35, 0.5])  # 4.35 is about the study's k
-def test_dividing_weights_and_rate_by_k_is_the_same_as_a_multiplier_of_one_over_k(k: float) -> None:
-    """An arm of block 1 divides the weights and the learning rate of the projector's second layer by k.
-
-    A multiplier 1/k behind the layer gives the same outputs, before training and after any number of steps.
-    """
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = LlavaConfig(
-        vision_config={"model_type": "clip_vision_model", **sizes}, text_config={"vocab_size": 9, **sizes}
-    )
-    multiplied = LlavaMultiModalProjector(config).double()
-    nn.init.normal_(multiplied.linear_2.bias)  # it would be 0, and dividing it would not show
-
-    divided = LlavaMultiModalProjector(config).double()
-    divided.load_state_dict(multiplied.state_dict())
-    with torch.no_grad():
-        for parameter in divided.linear_2.parameters():
-            parameter /= k
-
-    features = torch.randn(5, 4, 12, dtype=torch.float64)
-    wanted = torch.randn(5, 4, 12, dtype=torch.float64)
-
-    def train(projector: nn.Module, multiplier: float, second_layer_rate: float) -> torch.Tensor:
-        """Take twenty steps, and return the outputs from which the last step was computed."""
-        groups = [
-            {"params": projector.linear_1.parameters(), "lr": 2e-4},
-            {"params": projector.linear_2.parameters(), "lr": second_layer_rate},
-        ]
-        # Adam's steps would depend on the gradients' scale if eps weren't far below the gradients.
-        adam = torch.optim.AdamW(groups, eps=1e-30, weight_decay=0.0)
-        for _ in range(20):
-            output = multiplier * projector(features)
-            adam.zero_grad()
-            loss = (output - wanted).square().mean()
-            loss.backward()
-            adam.step()
-        return output
-
-    by_multiplier = train(multiplied, multiplier=1 / k, second_layer_rate=2e-4)
-    by_division = train(divided, multiplier=1.0, second_layer_rate=2e-4 / k)
-    assert torch.allclose(by_multiplier, by_division, rtol=1e-9, atol=1e-12)
-
-
 # Training
 
 
 @pytest.fixture
-def trained_one_step(make_model_folder: Callable[..., Path], tmp_path: Path) -> Path:
-    """The folder of a model after one step, in which the projector's layers had the learning rates 1e-3 and 4e-3."""
+def recipe(make_model_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe of one step of stage 2 with the given fields, and returns its path."""
     Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "red"}]
     rows = [{"image": "red.png", "conversations": turns}] * 4
     (tmp_path / "data.json").write_text(json.dumps(rows))
 
-    fields: dict[str, Any] = {
-        **FAST,  # makes training fast on a CPU
-        **INSTRUCT,  # trains as in stage 2
-        "model_name_or_path": str(make_model_folder()),
-        "dataset_name": str(tmp_path / "data.json"),
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": 1,
-        "lr_scheduler_type": "constant",
-        "projector_learning_rate": 1e-3,
-        "clip_by_module": True,
-        "logging_steps": 1,
-    }
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(**fields))
-    study_train.main(second_layer_rate=4e-3, argv=["--config", str(tmp_path / "recipe.yaml")])
-    return tmp_path / "out"
+    def write(**fields: Any) -> Path:
+        common: dict[str, Any] = {
+            **FAST,  # makes training fast on a CPU
+            **INSTRUCT,  # trains as in stage 2
+            "model_name_or_path": str(make_model_folder()),
+            "dataset_name": str(tmp_path / "data.json"),
+            "output_dir": str(tmp_path / "out"),
+            "max_steps": 1,
+            "clip_by_module": True,
+            "logging_steps": 1,
+        }
+        path = tmp_path / "recipe.yaml"
+        path.write_text(dump_recipe(**common | fields))
+        return path
+
+    return write
 
 
-def test_the_second_layer_learns_at_its_own_rate(
-    make_model_folder: Callable[..., Path], trained_one_step: Path
+def train(recipe: Path) -> int:
+    """Train as a run of the study does, and return the exit status."""
+    command = [sys.executable, "-m", "examples.emoji.study.train", "--config", str(recipe)]
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+def test_a_run_whose_loss_is_not_finite_is_told_from_a_crash(
+    recipe: Callable[..., Path], make_model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Adam's first step moves every weight by the learning rate, so the largest change shows that rate."""
-    before = load_weights(make_model_folder())
-    after = load_weights(trained_one_step)
-    for layer, rate in (("linear_1", 1e-3), ("linear_2", 4e-3)):
-        name = f"model.multi_modal_projector.{layer}.weight"
-        largest_change = (after[name] - before[name]).abs().max()
-        assert largest_change.item() == pytest.approx(rate, rel=1e-2)
+    assert train(recipe(dataset_name=str(tmp_path / "missing.json"))) == 1
+
+    broken = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder())
+    with torch.no_grad():
+        broken.model.multi_modal_projector.linear_1.weight.fill_(torch.nan)
+    broken.save_pretrained(tmp_path / "broken")
+    AutoProcessor.from_pretrained(make_model_folder()).save_pretrained(tmp_path / "broken")
+    assert train(recipe(model_name_or_path=str(tmp_path / "broken"))) == study_run.NOT_FINITE
+    # It ended before its first log, and its record says so.
+    assert study_run.read_training(tmp_path / "out") == {"losses": [], "clipped": {}}
 
 
-def test_gradients_of_both_layers_are_clipped_as_one_module(trained_one_step: Path) -> None:
-    clipped = measures.read_training(trained_one_step)["clipped"]  # has a value for each module
-    projector_modules = [name for name in clipped if "projector" in name]
-    # Both layers are the first module. The norm behind them is the second.
+def test_the_norm_and_the_projector_are_clipped_apart(recipe: Callable[..., Path], tmp_path: Path) -> None:
+    assert train(recipe()) == 0
+    training = measures.read_training(tmp_path / "out")
+    assert len(training["losses"]) == 1
+    projector_modules = [name for name in training["clipped"] if "projector" in name]
     assert projector_modules == ["multi_modal_projector", "multi_modal_projector.norm"]
+
+
+def test_a_crash_is_recorded_and_stops_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "WORK", tmp_path / "work")
+    runner = study.Runner(tmp_path / "records.jsonl", commit="0123", at_once=1)
+    monkeypatch.setattr(runner, "_make_start", lambda seed: tmp_path / "no-start")
+    cells = [Cell(Arm.NOTHING, 101), Cell(Arm.SCALED, 101)]
+    with pytest.raises(subprocess.CalledProcessError):
+        runner.run_all(cells)
+
+    (line,) = (tmp_path / "records.jsonl").read_text().splitlines()
+    crash = json.loads(line)
+    assert (crash["crashed"], crash["arm"], crash["seed"], crash["commit"]) == (1, "nothing", 101, "0123")
+    assert Machine(crash["processor"], crash["arithmetic"]) == study_run.this_machine()
 
 
 def test_rows_about_drawings_by_emojione_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +172,7 @@ def test_a_name_is_right_for_its_drawing_and_for_a_near_copy(
     always_a: Callable[..., Path], pictures_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The model names every drawing "A". A drawing of "AA" is a near copy of a drawing of "A".
-    monkeypatch.setattr(measures, "SAME_DRAWING", {"AA": "A"})
+    monkeypatch.setattr(scores, "SAME_DRAWING", {"AA": "A"})
     names_by_artist = {
         "twemoji": ["A", "AA", "b", "c"],
         "emojione": ["A", "b", "b", "b"],
@@ -221,8 +184,59 @@ def test_a_name_is_right_for_its_drawing_and_for_a_near_copy(
     model = NormLlavaForConditionalGeneration.from_pretrained(always_a()).eval()
     processor = AutoProcessor.from_pretrained(always_a())
     measured = measures.measure_model(model, processor)
-    # "1" stands for a right name. Models are trained on noto's drawings, so the names of these aren't measured.
-    assert measured["hits"] == {"twemoji": "1100", "emojione": "1000", "openmoji": "0"}
+    # Models are trained on noto's drawings, so the names of these aren't measured.
+    assert list(measured["answers"]) == ["twemoji", "emojione", "openmoji"]
+    assert [(right, given) for right, given, _ in measured["answers"]["twemoji"]] == [
+        ("A", "A"), ("AA", "A"), ("b", "A"), ("c", "A")
+    ]  # fmt: skip
+    record = measured | {"failed": False}
+    assert scores.percent_right(record, "twemoji") == 50
+    assert scores.primary_score(record) == (50 + 25) / 2
+
+
+def test_the_margin_is_that_of_the_right_name_over_the_likeliest_other(
+    make_model_folder: Callable[..., Path], pictures_folder: Path
+) -> None:
+    names = ["ant", "bee", "cat", "dog", "emu", "fox", "gnu", "hen", "ibis", "jay", "kite", "lynx"]
+    write_list(pictures_folder, {"emojione": names})
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).eval()
+    processor = AutoProcessor.from_pretrained(make_model_folder())
+    answers = measures.name_drawings(model, processor, measures.drawings_by("emojione"))
+
+    # The log-probability of each name, in a pass of its own over question and name.
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": measures.ASK_NAME}]}]
+    prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+    picture = Image.open(pictures_folder / "red.png")
+    log_probabilities = {}
+    for name in names:
+        ids = processor.tokenizer(f"{name}{processor.tokenizer.eos_token}", add_special_tokens=False).input_ids
+        inputs = processor(text=prompt + f"{name}{processor.tokenizer.eos_token}", images=picture, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**inputs).logits[0].log_softmax(dim=-1)
+        before = logits[-len(ids) - 1 : -1]
+        log_probabilities[name] = before[range(len(ids)), ids].sum().item()
+
+    best = max(names, key=lambda name: log_probabilities[name])
+    for right, given, margin in answers:
+        others = [score for name, score in log_probabilities.items() if name != right]
+        assert given == best
+        assert margin == pytest.approx(log_probabilities[right] - max(others), abs=2e-3)
+
+
+def test_turning_and_attention_are_measured_in_each_layer(
+    make_model_folder: Callable[..., Path], pictures_folder: Path
+) -> None:
+    write_list(pictures_folder, {"emojione": ["ant", "bee"]})
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).eval()
+    processor = AutoProcessor.from_pretrained(make_model_folder())
+    measured = measures.measure_decoder(model, processor)
+    num_layers = model.config.text_config.num_hidden_layers
+    assert {modality: len(by_layer) for modality, by_layer in measured["turning"].items()} == {
+        "visual": num_layers,
+        "text": num_layers,
+    }
+    assert len(measured["attention"]) == num_layers
+    assert all(0 < share < 1 for share in measured["attention"])
 
 
 def test_tokens_point_at_the_name_that_they_are_made_from(
@@ -280,16 +294,19 @@ def test_a_copy_without_a_repository_needs_a_given_commit(monkeypatch: pytest.Mo
         study.find_commit(None)
 
 
-def test_a_run_starts_again_on_another_cpu_or_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [Machine("a GPU", "bfloat16"), Machine("a CPU", "float32")])
+def test_a_run_starts_again_on_another_machine(
+    other: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     checkpoint = folder / "checkpoint-60"
-    monkeypatch.setattr(study_run, "processor_name", lambda: "a CPU")
+    monkeypatch.setattr(study_run, "this_machine", lambda: Machine("a CPU", "bfloat16"))
     study_run.claim_folder(folder, commit="0123")
     checkpoint.mkdir()
 
     study_run.claim_folder(folder, commit="0123")
     assert checkpoint.exists()
 
-    monkeypatch.setattr(study_run, "processor_name", lambda: "a GPU")
+    monkeypatch.setattr(study_run, "this_machine", lambda: other)
     study_run.claim_folder(folder, commit="0123")
     assert not checkpoint.exists()

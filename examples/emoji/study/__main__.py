@@ -1,17 +1,15 @@
-"""Runs the study of docs/study.md, and goes on where it stopped.
+"""Runs the study of docs/study.md, and goes on where it stopped. At its end, prints its results.
 
-    python -m examples.emoji.study
+    python -m examples.emoji.study --records ../main/examples/emoji/study/records.jsonl
+    python -m examples.emoji.study --report
 
-An arm is one way to make and train a model. A block of the study compares arms: it runs each of its arms with each of
-its seeds. The study needs the backbones and the drawings, which the first two steps of `examples.emoji.run` make.
+The study needs the backbones and the drawings, which the first two steps of `examples.emoji.run` make.
 
-Each run adds a record, which is one line, to `runs/emoji/study/records.jsonl`. All runs of a seed must be on one kind
-of CPU or GPU. To count runs of another machine, copy their lines into that file first. A block's results are printed
-only when all of its runs are done.
+Each run adds its record, which is one line, to the file of records. All runs of a seed must be on one kind of machine.
+To count runs of another machine, copy their lines into the file first. Results are printed only at the study's end.
 """
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
@@ -21,23 +19,29 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
+from typing import Any
 
 from common.console import command, parse
 from common.errors import UserError
 from examples.emoji.parts import RUN
-from examples.emoji.study.analysis import needs_more_seeds, report
+from examples.emoji.study.analysis import report
 from examples.emoji.study.cells import (
-    BLOCK_2,
-    BLOCK_2_MORE_SEEDS,
-    BLOCKS,
-    Block,
+    Arm,
     Cell,
-    Record,
+    Log,
+    Machine,
+    all_seeds,
     cells_left,
-    records_that_count,
+    dropped_seeds,
+    has_ended,
+    machine_of,
+    rates_of,
+    runs_that_count,
+    whole_seeds,
 )
-from examples.emoji.study.run import claim_folder, processor_name
+from examples.emoji.study.records import RECORDS, append_line, read_log
+from examples.emoji.study.run import claim_folder, this_machine
 from examples.steps import ROOT
 from training.run import current_commit
 
@@ -45,94 +49,58 @@ from training.run import current_commit
 logger = logging.getLogger(__name__)
 
 WORK = RUN / "study"
-RECORDS = WORK / "records.jsonl"
 
 
-def read_records() -> list[Record]:
-    """The records of the runs that are done, in the order of the file. Of equal lines, only the first counts.
-
-    Raises:
-        UserError: if a run has two different records, or if runs were trained on different rows.
-    """
-    if not RECORDS.exists():
-        return []
-    lines = RECORDS.read_text(encoding="utf-8").splitlines()
-    different_lines = dict.fromkeys(lines)  # unlike a set, keeps the order
-    records = [json.loads(line) for line in different_lines]
-
-    runs = set()
-    for record in records:
-        # "processor" is the kind of CPU or GPU that the run was made on.
-        run = (record["block"], record["arm"], record["seed"], record["processor"])
-        if run in runs:
-            raise UserError(f"{RECORDS} holds two records of the run {run}.")
-        runs.add(run)
-
-    fingerprints = {record["data"] for record in records}  # of the rows that the runs were trained on
-    if len(fingerprints) > 1:
-        raise UserError(f"{RECORDS} holds runs that were trained on different rows.")
-    return records
+def describe_progress(log: Log, machine: Machine) -> str:
+    """How much of the study is done, as text. The results are added only if the study has ended."""
+    whole = whole_seeds(log.runs)
+    lines = [f"{len(whole)} of {len(all_seeds())} seeds are whole: {describe_seeds(whole)}"]
+    dropped = dropped_seeds(log)
+    if dropped:
+        lines.append(f"left the study after two crashes of a run: {', '.join(map(str, dropped))}")
+    if has_ended(log):
+        lines += [f"The study has ended. {log.end or ''}".strip(), "", report(runs_that_count(log.runs))]
+    else:
+        lines.append(describe_runs_left(log, machine))
+    return "\n".join(lines)
 
 
-def planned_blocks(records: Sequence[Record]) -> list[Block]:
-    """The blocks in the order in which they run. Block 2 has more seeds if its first seeds' results are unclear."""
-    if not needs_more_seeds(records):
-        return list(BLOCKS)
-    longer_block_2 = dataclasses.replace(BLOCK_2, seeds=[*BLOCK_2.seeds, *BLOCK_2_MORE_SEEDS])
-    return [longer_block_2 if block == BLOCK_2 else block for block in BLOCKS]
+def describe_seeds(whole: dict[int, Machine]) -> str:
+    """The whole seeds by learning rate of the projector."""
+    seeds_by_rate: dict[float, list[str]] = {}
+    for seed in sorted(whole):
+        seeds_by_rate.setdefault(rates_of(seed).projector, []).append(str(seed))
+    texts = [f"{', '.join(seeds)} at {rate:g}" for rate, seeds in seeds_by_rate.items()]
+    return "; ".join(texts) or "none"
 
 
-def describe_progress(records: Sequence[Record], processor: str) -> str:
-    """Each block's results as text. For a block that isn't done, the text says instead how many runs are left."""
-    texts = []
-    for block in planned_blocks(records):
-        num_left = len(cells_left(block, records, processor))
-        if num_left == 0:
-            texts.append(report(block, records_that_count(block, records)))
-        else:
-            texts.append(describe_runs_left(block, num_left, records, processor))
-    return "\n".join(texts)
-
-
-def describe_runs_left(block: Block, num_left: int, records: Sequence[Record], processor: str) -> str:
-    """A line that says how many runs of a block are left, and about how long they take on this processor."""
-    num_runs = len(block.arms) * len(block.seeds)
-    line = f"Block {block.number}: {num_left} of {num_runs} runs left"
-    minutes_per_step = measure_minutes_per_step(records, processor)
-    if minutes_per_step is None:
+def describe_runs_left(log: Log, machine: Machine) -> str:
+    """A line that says how many runs are left, and about how long they take on this machine if it has done any."""
+    num_left = len(cells_left(log, machine))
+    line = f"{num_left} runs are left"
+    # The minutes of a run that was stopped and resumed are those since it was resumed, so their mean may be too low.
+    minutes = [run["minutes"] for run in log.runs if machine_of(run) == machine]
+    if not minutes:
         return line
-    hours = num_left * block.steps * minutes_per_step / 60
-    return f"{line}, about {hours:.1f} hours, divided by --at_once"
-
-
-def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float | None:
-    """The mean minutes of a training step in the runs of this processor; `None` if it has done no run.
-
-    If a run was stopped and resumed, the mean is too low: the record's `minutes` are those since the run was resumed.
-    """
-    steps_by_block = {block.number: block.steps for block in BLOCKS}
-    minutes_per_step = []
-    for record in records:
-        num_steps = steps_by_block.get(record["block"])  # None for a block that isn't planned
-        if record["processor"] == processor and num_steps is not None:
-            minutes_per_step.append(record["minutes"] / num_steps)
-    if not minutes_per_step:
-        return None
-    return sum(minutes_per_step) / len(minutes_per_step)
+    hours = num_left * sum(minutes) / len(minutes) / 60
+    return f"{line}, about {hours:.1f} hours on this machine, divided by --at_once"
 
 
 class Runner:
-    """Does runs, each in processes of its own. A cell is one run: an arm of a block with a seed.
+    """Does runs, each in processes of its own. A cell is one run: an arm with a seed.
 
     Args:
+        records: The file that each run's record is added to.
         commit: The commit of the code, which is written into each record.
         at_once: How many cells run at the same time.
     """
 
-    def __init__(self, commit: str, at_once: int) -> None:
+    def __init__(self, records: Path, commit: str, at_once: int) -> None:
+        self._records = records
         self._commit = commit
         self._at_once = at_once
         self._records_lock = Lock()
+        self._has_failed = Event()  # set if a cell has failed, so that no other cell begins
         # All runs of a seed start from one model, the shared start. The seed's lock lets only one run make this model.
         self._start_locks: dict[int, Lock] = {}
         self._environment = {
@@ -150,33 +118,47 @@ class Runner:
         for cell in cells:
             self._start_locks.setdefault(cell.seed, Lock())
         with ThreadPoolExecutor(self._at_once) as pool:
-            futures = [pool.submit(self._run_cell, cell) for cell in cells]
-            try:
-                for future in as_completed(futures):
-                    future.result()  # raises the cell's error if it failed
-            finally:
-                pool.shutdown(cancel_futures=True)  # waits for the running cells
+            futures = [pool.submit(self._begin_cell, cell) for cell in cells]
+            for future in as_completed(futures):
+                future.result()  # raises the cell's error if it failed
+
+    def _begin_cell(self, cell: Cell) -> None:
+        """Run a cell, unless another cell has failed."""
+        if self._has_failed.is_set():
+            return
+        try:
+            self._run_cell(cell)
+        except BaseException:
+            self._has_failed.set()
+            raise
 
     def _run_cell(self, cell: Cell) -> None:
-        """Run a cell, add its record to the file of records, and print the study's progress."""
-        shared_start = self._make_start(cell.seed)
-        arm_number = cell.block.arms.index(cell.arm)  # for the folder, since arms' names have spaces
-        folder = WORK / f"block{cell.block.number}-arm{arm_number}-seed{cell.seed}"
-        block_arm_and_seed = (str(cell.block.number), cell.arm.name, str(cell.seed))
-        self._run_module("examples.emoji.study.run", *block_arm_and_seed, str(shared_start), str(folder), self._commit)
+        """Run a cell, add its record to the file of records, and print the study's progress.
 
-        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        Raises:
+            CalledProcessError: if the run crashed. The file then has a line of the crash.
+        """
+        shared_start = self._make_start(cell.seed)
+        arm_number = list(Arm).index(cell.arm)  # for the folder, since arms' names have spaces
+        folder = WORK / f"seed{cell.seed}-arm{arm_number}"
+        arm_and_seed = (cell.arm.value, str(cell.seed))
+        try:
+            self._run_module("examples.emoji.study.run", *arm_and_seed, str(shared_start), str(folder), self._commit)
+        except subprocess.CalledProcessError as error:
+            crash = {"crashed": error.returncode, "arm": cell.arm.value, "seed": cell.seed, "commit": self._commit}
+            self._append(crash | this_machine()._asdict())
+            raise
+
+        self._append(json.loads((folder / "record.json").read_text(encoding="utf-8")))
+        shutil.rmtree(folder)
+        logger.info("%s", describe_progress(read_log(self._records), this_machine()))
+
+    def _append(self, line: dict[str, Any]) -> None:
         with self._records_lock:
-            with RECORDS.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-            records = read_records()
-        logger.info("%s", describe_progress(records, record["processor"]))
-        # Only the models of a block's first seed are kept, so that they can be measured further.
-        if cell.seed != cell.block.seeds[0]:
-            shutil.rmtree(folder)
+            append_line(self._records, line)
 
     def _make_start(self, seed: int) -> Path:
-        """Make the seed's shared start, unless this commit has made it already on this processor.
+        """Make the seed's shared start, unless this commit has made it already on this machine.
 
         Returns:
             The folder of the shared start.
@@ -184,7 +166,7 @@ class Runner:
         folder = WORK / f"seed{seed}"
         shared_start = folder / "start"
         with self._start_locks[seed]:
-            claim_folder(folder, self._commit)  # empties the folder of another commit or processor
+            claim_folder(folder, self._commit)  # empties the folder of another commit or machine
             if not shared_start.exists():
                 self._run_module("examples.emoji.study.starts", str(seed), str(shared_start))
         return shared_start
@@ -222,44 +204,36 @@ def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
+        "--records",
+        type=Path,
+        help="the file of records; to do runs, give a file outside this checkout, whose files may not change",
+    )
+    parser.add_argument(
         "--at_once", type=int, default=1, help="runs at the same time; on a GPU each takes about 6 GiB"
     )
     parser.add_argument("--commit", help="hash of this code's commit, if the code was copied without its repository")
     parser.add_argument(
-        "--report",
-        action="store_true",
-        help="run nothing: print how many runs are left, and the results of blocks that are done",
+        "--report", action="store_true", help="run nothing: print what is left, or at the end the results"
     )
     return parser
 
 
 @command()
 def main() -> None:
-    """Do the runs that are left, block by block."""
+    """Do the runs that are left, seed by seed."""
     options = parse(build_parser())
-    WORK.mkdir(parents=True, exist_ok=True)
-    processor = processor_name()
-    logger.info("%s", describe_progress(read_records(), processor))
+    machine = this_machine()
     if options.report:
+        logger.info("%s", describe_progress(read_log(options.records or RECORDS), machine))
         return
+    if options.records is None:
+        raise UserError("--records is missing: give a file outside this checkout, to which each run adds its record.")
 
-    runner = Runner(find_commit(options.commit), options.at_once)
-    while True:
-        records = read_records()
-        # Block 2's results decide whether it gets more seeds, so the blocks are planned again after each pass.
-        cells = next_cells(planned_blocks(records), records, processor)
-        if not cells:
-            break
-        runner.run_all(cells)
-
-
-def next_cells(blocks: Sequence[Block], records: Sequence[Record], processor: str) -> list[Cell]:
-    """The runs that are left of the first unfinished block. The list is empty if all blocks are done."""
-    for block in blocks:
-        cells = cells_left(block, records, processor)
-        if cells:
-            return cells
-    return []
+    WORK.mkdir(parents=True, exist_ok=True)
+    runner = Runner(options.records.resolve(), find_commit(options.commit), options.at_once)
+    log = read_log(options.records)
+    logger.info("%s", describe_progress(log, machine))
+    runner.run_all(cells_left(log, machine))
 
 
 if __name__ == "__main__":

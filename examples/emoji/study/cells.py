@@ -1,163 +1,174 @@
-"""The plan of the study in docs/study.md: its blocks, their arms and seeds, and which runs are left.
+"""The plan of the study in docs/study.md: its arms, seeds and learning rates, and which runs are left.
 
-A block asks a question. An arm is one way to make and train a model. A cell is one run: an arm of a block with a seed.
-A processor is a kind of CPU or GPU.
+An arm is one way to make a model. A cell is one run: an arm with a seed. A machine is a kind of CPU or GPU together
+with the arithmetic that training takes on it.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
-# The record of a run: one line of records.jsonl.
+# A run's line of records.jsonl.
 Record = dict[str, Any]
-# Learning rate of the projector. Some arms give the projector's second layer another rate (`Arm.rate_power`).
-PROJECTOR_RATE = 2e-4
-# Learning rate of the norm behind the projector.
-NORM_RATE = 1.2e-4
+# Training steps of each run: as many as the recipe of the emoji example takes.
+NUM_STEPS = 293
 
 
-class Projector(StrEnum):
+class Arm(StrEnum):
     """What an arm does with the shared projector, from which all arms of a seed start.
 
     T is the mean norm of text embeddings. A new projector gives image tokens with k times this norm. The shared
     projector has been scaled: its second layer was divided by k, so image tokens enter the decoder at T.
     """
 
-    PLAIN = "plain"
+    NOTHING = "nothing"
     """Undo the scaling: multiply the second layer by k. Image tokens enter the decoder at k times T."""
-    SCALED = "scaled"
+    SCALED = "scaled once"
     """Take the shared projector as it is. Image tokens enter the decoder at T."""
-    NORM = "norm"
+    LAYER_NORM = "LayerNorm at T"
     """Undo the scaling, and add the paper's LayerNorm behind the projector. Image tokens enter the decoder at T."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to make and train a model."""
+class Rates(NamedTuple):
+    """Learning rates of the projector and of the LayerNorm behind it."""
 
-    name: str
-    projector: Projector
-    rate_power: int = 0
-    """The learning rate of the projector's second layer is `PROJECTOR_RATE` times k to this power."""
+    projector: float
+    norm: float
 
 
-@dataclass(frozen=True)
-class Block:
-    """A question with the runs that answer it: every arm with every seed."""
+# The rate of the first study's scaled arm, which was found by a search.
+FAST = Rates(projector=2e-4, norm=1.2e-4)
+# The rate of the recipe.
+SLOW = Rates(projector=5e-5, norm=3e-5)
+FAST_SEEDS = range(101, 109)
+SLOW_SEEDS = range(109, 117)
+# If the study ends before all seeds are whole, each rate must have so many whole seeds.
+FEWEST_SEEDS = 4
+# A seed whose run has crashed so often leaves the study, with all its arms.
+MOST_CRASHES = 2
 
-    number: int
-    question: str
-    arms: tuple[Arm, ...]
-    steps: int
-    """Number of training steps of each run."""
-    seeds: Sequence[int]
+
+class Machine(NamedTuple):
+    """A kind of CPU or GPU, and the arithmetic that training takes on it: "bfloat16" or "float32"."""
+
+    processor: str
+    arithmetic: str
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run: an arm of a block with a seed."""
+class Cell(NamedTuple):
+    """One run: an arm with a seed."""
 
-    block: Block
     arm: Arm
     seed: int
 
 
-NOTHING = Arm("nothing", Projector.PLAIN)
-SCALED = Arm("scaled once", Projector.SCALED)
-LAYER_NORM = Arm("LayerNorm at T", Projector.NORM)
-# Image tokens enter the decoder at T, as in `SCALED`. The second layer's weights and its learning rate are both 1/k of
-# those in `NOTHING`. So relative to its weights, the layer learns as fast as in `NOTHING`.
-SCALED_SLOWLY = Arm("scaled once, second layer at 1/k of the rate", Projector.SCALED, rate_power=-1)
-# Image tokens enter the decoder at k times T, as in `NOTHING`. The second layer's weights and its learning rate are
-# both k times those in `SCALED`. So relative to its weights, the layer learns as fast as in `SCALED`.
-NOTHING_FAST = Arm("nothing, second layer at k times the rate", Projector.PLAIN, rate_power=1)
+@dataclass(frozen=True)
+class Log:
+    """What the file of records holds.
 
-BLOCK_2 = Block(
-    number=2,
-    question="What to do: nothing, scale once, or a norm?",
-    arms=(NOTHING, SCALED, LAYER_NORM),
-    steps=293,  # as many as the recipe of the emoji example takes
-    seeds=range(101, 109),
-)
-# Further seeds of block 2. They run only if the first seeds leave open whether `SCALED` or `LAYER_NORM` is better.
-BLOCK_2_MORE_SEEDS = range(109, 117)
-BLOCK_1 = Block(
-    number=1,
-    question="Is it the norm of image tokens, or the second layer's relative rate?",
-    arms=(SCALED, SCALED_SLOWLY, NOTHING_FAST, NOTHING),
-    steps=146,  # half of block 2's steps
-    seeds=range(201, 209),
-)
-# The blocks in the order in which they run.
-BLOCKS = (BLOCK_2, BLOCK_1)
+    Attributes:
+        runs: The records of runs, in the order in which they ended.
+        crashes: The lines of runs that crashed.
+        end: Why the study ended before all seeds were whole; `None` if it hasn't.
+    """
+
+    runs: list[Record]
+    crashes: list[Record]
+    end: str | None
 
 
-def arms_done(block: Block, records: Sequence[Record]) -> dict[tuple[int, str], set[str]]:
-    """The names of a block's arms that have a record, by seed and processor."""
-    done: dict[tuple[int, str], set[str]] = defaultdict(set)
-    for record in records:
-        if record["block"] == block.number:
-            done[record["seed"], record["processor"]].add(record["arm"])
+def all_seeds() -> list[int]:
+    """The seeds in the order in which they run: 101, 109, 102, 110 and so on, so that both rates advance together."""
+    seeds: list[int] = []
+    for pair in zip(FAST_SEEDS, SLOW_SEEDS, strict=True):
+        seeds += pair
+    return seeds
+
+
+def rates_of(seed: int) -> Rates:
+    """The learning rates of a seed."""
+    return FAST if seed in FAST_SEEDS else SLOW
+
+
+def machine_of(line: Record) -> Machine:
+    """The machine that a line of the file is from."""
+    return Machine(line["processor"], line["arithmetic"])
+
+
+def arms_done(runs: Sequence[Record]) -> dict[tuple[int, Machine], set[str]]:
+    """The names of the arms that have a record, by seed and machine."""
+    done: dict[tuple[int, Machine], set[str]] = defaultdict(set)
+    for run in runs:
+        done[run["seed"], machine_of(run)].add(run["arm"])
     return done
 
 
-def complete_seeds(block: Block, records: Sequence[Record]) -> dict[int, str]:
-    """The complete seeds of a block, each with the name of the processor that completed it first.
-
-    A seed is complete if one processor has run every arm with it.
+def whole_seeds(runs: Sequence[Record]) -> dict[int, Machine]:
+    """The whole seeds, each with the machine that completed it first. A whole seed has every arm on one machine.
 
     Args:
-        block: The block.
-        records: Records in the order in which the runs ended.
+        runs: Records in the order in which the runs ended.
     """
-    processor_by_seed: dict[int, str] = {}
-    done: dict[tuple[int, str], set[str]] = defaultdict(set)
-    for record in records:
-        seed = record["seed"]
-        processor = record["processor"]
-        if record["block"] != block.number or seed not in block.seeds:
-            continue
-        done[seed, processor].add(record["arm"])
-        is_complete = len(done[seed, processor]) == len(block.arms)
-        if is_complete and seed not in processor_by_seed:
-            processor_by_seed[seed] = processor
-    return processor_by_seed
+    machine_by_seed: dict[int, Machine] = {}
+    done: dict[tuple[int, Machine], set[str]] = defaultdict(set)
+    for run in runs:
+        seed = run["seed"]
+        machine = machine_of(run)
+        done[seed, machine].add(run["arm"])
+        if len(done[seed, machine]) == len(Arm) and seed not in machine_by_seed:
+            machine_by_seed[seed] = machine
+    return machine_by_seed
 
 
-def records_that_count(block: Block, records: Sequence[Record]) -> list[Record]:
-    """The records from which a block's results are computed: those of the seeds and processors in `complete_seeds`."""
-    processor_by_seed = complete_seeds(block, records)
-    chosen = []
-    for record in records:
-        processor = processor_by_seed.get(record["seed"])  # None if the seed isn't complete
-        if record["block"] == block.number and record["processor"] == processor:
-            chosen.append(record)
-    return chosen
+def dropped_seeds(log: Log) -> list[int]:
+    """The seeds that have left the study, because one of their runs crashed `MOST_CRASHES` times."""
+    crashes: dict[Cell, int] = defaultdict(int)
+    for crash in log.crashes:
+        crashes[Cell(Arm(crash["arm"]), crash["seed"])] += 1
+    whole = whole_seeds(log.runs)
+    dropped = {cell.seed for cell, number in crashes.items() if number >= MOST_CRASHES and cell.seed not in whole}
+    return sorted(dropped)
 
 
-def cells_left(block: Block, records: Sequence[Record], processor: str) -> list[Cell]:
-    """The runs of a block that this processor has to do, in order.
+def runs_that_count(runs: Sequence[Record]) -> list[Record]:
+    """The records from which the results are computed: those of the seeds and machines in `whole_seeds`."""
+    machine_by_seed = whole_seeds(runs)
+    return [run for run in runs if machine_by_seed.get(run["seed"]) == machine_of(run)]
 
-    All arms of a seed must run on one processor. So this processor first finishes the seeds that it has begun, and
-    then takes the seeds that no processor has begun. The seeds that only another processor has begun come last. With
-    such a seed, this processor runs all arms, even the arms that the other processor has run.
+
+def seeds_left(log: Log) -> list[int]:
+    """The seeds that are neither whole nor dropped, in the order in which they run."""
+    done_with = {*whole_seeds(log.runs), *dropped_seeds(log)}
+    return [seed for seed in all_seeds() if seed not in done_with]
+
+
+def has_ended(log: Log) -> bool:
+    """Whether results may be shown: no seed is left, or a line of the file says that the study ended, and why."""
+    return log.end is not None or not seeds_left(log)
+
+
+def cells_left(log: Log, machine: Machine) -> list[Cell]:
+    """The runs that a machine has to do, in order.
+
+    All arms of a seed must run on one machine. So this machine first finishes the seeds that it has begun, and then
+    takes the seeds that no machine has begun. The seeds that only another machine has begun come last. With such a
+    seed, this machine runs all arms, even the arms that the other machine has run.
     """
-    done = arms_done(block, records)
+    done = arms_done(log.runs)
     begun_anywhere = {seed for seed, _ in done}
-    complete = complete_seeds(block, records)
-    incomplete = [seed for seed in block.seeds if seed not in complete]
+    left = seeds_left(log)
 
-    begun_here = [seed for seed in incomplete if (seed, processor) in done]
-    begun_nowhere = [seed for seed in incomplete if seed not in begun_anywhere]
-    begun_elsewhere = [seed for seed in incomplete if seed in begun_anywhere and seed not in begun_here]
+    begun_here = [seed for seed in left if (seed, machine) in done]
+    begun_nowhere = [seed for seed in left if seed not in begun_anywhere]
+    begun_elsewhere = [seed for seed in left if seed in begun_anywhere and seed not in begun_here]
 
     cells = []
     for seed in [*begun_here, *begun_nowhere, *begun_elsewhere]:
-        arms_done_here = done.get((seed, processor), set())
-        for arm in block.arms:
-            if arm.name not in arms_done_here:
-                cells.append(Cell(block, arm, seed))
+        arms_done_here = done.get((seed, machine), set())
+        for arm in Arm:
+            if arm not in arms_done_here:
+                cells.append(Cell(arm, seed))
     return cells

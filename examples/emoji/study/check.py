@@ -2,8 +2,8 @@
 
     python -m examples.emoji.study.check SEED
 
-An arm is one way to make and train a model. The study aligns one model for a seed, the shared start, and makes all
-arms from it. `training/compose.py` aligns each arm by itself. This check makes every arm of block 2 in both ways. It
+An arm is one way to make a model. The study aligns one model for a seed, the shared start, and makes all arms from it.
+`training/compose.py` aligns each arm by itself. This check makes every arm in both ways. It
 prints a table with a row for each model: the norm of the model's image tokens, the percentage of drawings whose image
 tokens point at the right name, and the mean cosine between the model's image tokens and those of the shared start. The
 table is also written into `runs/emoji/study/check-SEED.json`.
@@ -24,7 +24,7 @@ from transformers import AutoProcessor
 
 from common.console import command, parse
 from examples.emoji.parts import RUN
-from examples.emoji.study.cells import BLOCK_2, Projector
+from examples.emoji.study.cells import Arm
 from examples.emoji.study.measures import PRIMARY, drawings_by, image_tokens, measure_tokens
 from examples.emoji.study.starts import make_arm_model, make_start, write_rows
 from examples.steps import ROOT
@@ -34,15 +34,15 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 logger = logging.getLogger(__name__)
 
 WORK = RUN / "study"  # the folder of the study
-# The options of `training/compose.py` that make each arm's projector.
+# The options of `training/compose.py` that make each arm.
 OPTIONS = {
-    Projector.PLAIN: ["--projector_norm=none"],
-    Projector.SCALED: ["--projector_norm=none", "--scale_projector"],
-    Projector.NORM: ["--projector_norm=gwc"],
+    Arm.NOTHING: ["--projector_norm=none"],
+    Arm.SCALED: ["--projector_norm=none", "--scale_projector"],
+    Arm.LAYER_NORM: ["--projector_norm=gwc"],
 }
 
 
-def compose_arm(projector: Projector, seed: int, folder: Path) -> None:
+def compose_arm(arm: Arm, seed: int, folder: Path) -> None:
     """Compose and align an arm by `training/compose.py`, on the same captions as in the study."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     captions = write_rows("captions.json", folder.parent)
@@ -55,7 +55,7 @@ def compose_arm(projector: Projector, seed: int, folder: Path) -> None:
         f"--image_folder={RUN / 'pictures'}",
         f"--seed={seed}",
         f"--output_dir={folder}",
-        *OPTIONS[projector],
+        *OPTIONS[arm],
     ]
     subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True)
 
@@ -80,10 +80,10 @@ def check_arms(seed: int) -> list[dict[str, Any]]:
     shared_tokens = image_tokens(shared_model, shared_processor, drawings)
 
     rows = []
-    for arm in BLOCK_2.arms:
-        composed_folder = folder / arm.projector.value
+    for arm in Arm:
+        composed_folder = folder / arm.name.lower()
         if not (composed_folder / "processor_config.json").exists():  # the file that compose.py writes last
-            compose_arm(arm.projector, seed, composed_folder)
+            compose_arm(arm, seed, composed_folder)
         model_by_compose = NormLlavaForConditionalGeneration.from_pretrained(composed_folder)
         model_by_study, processor = make_arm_model(arm, shared_start)  # both models have the same processor
 
@@ -91,14 +91,14 @@ def check_arms(seed: int) -> list[dict[str, Any]]:
             measured = measure_tokens(model.eval(), processor)
             tokens = image_tokens(model, processor, drawings)
             cosine = mean_cosine(tokens, shared_tokens)
-            rows.append({"arm": arm.name, "made by": made_by, **measured, "cosine to the shared start": cosine})
+            rows.append({"arm": arm.value, "made by": made_by, **measured, "cosine to the shared start": cosine})
     return rows
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seed", type=int, help="a seed, such as one of block 2's: 101 to 108")
+    parser.add_argument("seed", type=int, help="a seed, such as one of the study's: 101 to 116")
     return parser
 
 

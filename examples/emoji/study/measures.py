@@ -1,4 +1,4 @@
-"""Measures a model of the study: its right names, and the norm and direction of its image tokens."""
+"""Measures a model of the study: the names that it gives, its image tokens, and what its layers do with them."""
 
 import json
 from pathlib import Path
@@ -7,33 +7,38 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import LlavaProcessor
 
+from conversations.pictures import fingerprint
+from diagnostics.answers import (
+    PromptState,
+    ScoredAnswer,
+    best_answers,
+    encode_prompts,
+    make_prompt,
+    read_prompt,
+    score_answers,
+)
+from diagnostics.loading import Question
+from diagnostics.measures import measure_attention, measure_layers
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
-from examples.emoji.evaluate import name_pictures, open_picture, perplexity
+from diagnostics.parts import find_decoder
+from diagnostics.recording import record_questions
+from examples.emoji.evaluate import NAMING_BATCH, open_picture, perplexity
 from examples.emoji.parts import RUN
-from examples.emoji.pictures import Record
+from examples.emoji.pictures import ASK_NAME, Record
+from examples.emoji.study.scores import PRIMARY, SECONDARY, is_right
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.align import embed_captions
 
 
-# No model is trained on drawings by these artists. The primary artists' drawings decide the study. The results on the
-# secondary artist's drawings are only reported.
-PRIMARY = ("twemoji", "emojione")
-SECONDARY = ("openmoji",)
 MAX_GRAD_NORM = 1.0  # the recipe's; above this norm, the trainer clips the gradient of a module
 BATCH_SIZE = 64  # drawings that the vision encoder takes at once
-# Names whose drawings are near copies of each other, found among the drawings to train on. A name on the left counts
-# as the name on the right.
-SAME_DRAWING = {
-    "ram": "ewe",
-    "two hump camel": "camel",
-    "spouting whale": "whale",
-    "nest with eggs": "empty nest",
-    "front facing baby chick": "baby chick",
-    "guide dog": "dog",
-    "service dog": "dog",
-}
+# Of EmojiOne's drawings, the model's layers are measured on every so many.
+EVERY_FOR_LAYERS = 6
+# A drawing's right name, the name that a model gives it, and the margin (see `name_drawings`).
+Answer = tuple[str, str, float]
 
 
 def read_pictures() -> list[Record]:
@@ -49,19 +54,6 @@ def drawings_by(artist: str) -> list[Record]:
 def all_names() -> list[str]:
     """All names, from which a model chooses."""
     return sorted({drawing["name"] for drawing in read_pictures()})
-
-
-def is_right(given: str, drawing: Record) -> bool:
-    """Whether a given name is right for a drawing. By `SAME_DRAWING`, the name of a near copy is right too."""
-    right = drawing["name"]
-    given_counts_as = SAME_DRAWING.get(given, given)
-    right_counts_as = SAME_DRAWING.get(right, right)
-    return given_counts_as == right_counts_as
-
-
-def as_digits(hits: list[bool]) -> str:
-    """A text with one digit for each drawing: "1" if the given name was right, otherwise "0"."""
-    return "".join("1" if hit else "0" for hit in hits)
 
 
 @torch.no_grad()
@@ -101,7 +93,7 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
     cosines = drawing_directions @ name_directions.T  # [num_drawings, num_names]
     nearest_names = [names[index] for index in cosines.argmax(dim=-1).tolist()]
 
-    hits = [is_right(name, drawing) for name, drawing in zip(nearest_names, drawings, strict=True)]
+    hits = [is_right(name, drawing["name"]) for name, drawing in zip(nearest_names, drawings, strict=True)]
     text_norm = text_norm_target(vocabulary_norms(model))
     return {
         "norm": token_norms(tokens).mean().item() / text_norm,
@@ -109,23 +101,103 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
     }
 
 
-@torch.no_grad()
 def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
-    """Measure the names that a model gives to drawings, and its perplexity.
+    """Measure what a model makes of the held-out artists' drawings, and its perplexity.
 
     Returns:
-        `hits`: for each artist, the digits of `as_digits`.
+        `answers`: for each artist, the answers of `name_drawings`.
         `perplexity`: the perplexity of text that no model here is trained on.
+        `layers`: what `measure_decoder` returns.
+    """
+    answers = {}
+    for artist in (*PRIMARY, *SECONDARY):
+        answers[artist] = name_drawings(model, processor, drawings_by(artist))
+    return {
+        "answers": answers,
+        "perplexity": perplexity(model, processor.tokenizer),
+        "layers": measure_decoder(model, processor),
+    }
+
+
+def name_drawings(
+    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, drawings: list[Record]
+) -> list[Answer]:
+    """Which name a model gives each drawing, and by what margin.
+
+    The given name is the likeliest of all names. The margin is the log-probability of the right name less that of the
+    likeliest other name, in nats. It is above 0 if the right name is given.
     """
     names = all_names()
-    digits_by_artist = {}
-    for artist in (*PRIMARY, *SECONDARY):
-        drawings = drawings_by(artist)
-        images = [open_picture(drawing) for drawing in drawings]
-        given_names = name_pictures(model, processor, images, names)
-        hits = [is_right(name, drawing) for name, drawing in zip(given_names, drawings, strict=True)]
-        digits_by_artist[artist] = as_digits(hits)
-    return {"hits": digits_by_artist, "perplexity": perplexity(model, processor.tokenizer)}
+    tokenizer = processor.tokenizer
+    answer_ids = tokenizer([f"{name}{tokenizer.eos_token}" for name in names], add_special_tokens=False).input_ids
+
+    answers: list[Answer] = []
+    for start in tqdm(range(0, len(drawings), NAMING_BATCH), desc="Naming"):
+        batch = drawings[start : start + NAMING_BATCH]
+        prompts = [make_prompt(ASK_NAME, open_picture(drawing)) for drawing in batch]
+        state = read_prompt(model, encode_prompts(processor, prompts).to(model.device))
+        best = best_answers(model, state, answer_ids, num_best=2)
+
+        right_indices = [names.index(drawing["name"]) for drawing in batch]
+        margins = right_margins(model, state, answer_ids, right_indices, best)
+        for drawing, (first, _), margin in zip(batch, best, margins, strict=True):
+            answers.append((drawing["name"], names[first.index], round(margin, 3)))
+    return answers
+
+
+def right_margins(
+    model: NormLlavaForConditionalGeneration,
+    state: PromptState,
+    answer_ids: list[list[int]],
+    right_indices: list[int],
+    best: list[list[ScoredAnswer]],
+) -> list[float]:
+    """For each prompt, the score of the right answer less that of the likeliest other answer.
+
+    Args:
+        model: The model.
+        state: What the model has read of the prompts.
+        answer_ids: Token ids of all answers.
+        right_indices: For each prompt, the index of the right answer.
+        best: For each prompt, the two answers with the highest scores.
+    """
+    prompts = list(range(len(right_indices)))
+    right_scores = score_answers(model, state, prompts, [answer_ids[index] for index in right_indices])
+
+    margins = []
+    for right_index, right_score, (first, second) in zip(right_indices, right_scores, best, strict=True):
+        other = second if first.index == right_index else first
+        margins.append(right_score - other.score)
+    return margins
+
+
+def measure_decoder(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
+    """What each layer of the decoder does with some of EmojiOne's drawings, as means over the drawings.
+
+    Returns:
+        `turning`: by modality, how far each layer turns its tokens: 1 less the cosine of its input and output.
+        `attention`: for each layer, the share of the text's attention that goes to image tokens.
+    """
+    questions = []
+    for drawing in drawings_by("emojione")[::EVERY_FOR_LAYERS]:
+        image = open_picture(drawing)
+        prompt = make_prompt(ASK_NAME, image)
+        questions.append(Question(drawing["image"], fingerprint([image]), prompt, image))
+    layers = range(len(find_decoder(model).layers))
+    records = record_questions(model, processor, questions, layers, title="Layers")
+
+    def by_layer(rows: pd.DataFrame) -> list[float]:
+        """The means over pictures, in the order of the layers."""
+        means = rows.groupby("layer")["value"].mean()
+        return [round(float(mean), 4) for mean in means]
+
+    turning = measure_layers(records).query("measure == 'turning'")
+    attention = measure_attention(records)
+    assert attention is not None  # attention is None only for decoders whose attention can't be recorded
+    return {
+        "turning": {modality: by_layer(rows) for modality, rows in turning.groupby("modality")},
+        "attention": by_layer(attention.query("measure == 'attention'")),
+    }
 
 
 def measure_gain(model: Any) -> float | None:
@@ -154,6 +226,8 @@ def read_training(folder: Path) -> dict[str, Any]:
         `clipped`: for each module, the percentage of logged steps in which its gradient was clipped.
     """
     lines = pd.read_json(folder / "metrics.jsonl", lines=True)
+    if "loss" not in lines:  # the run failed before it logged a step
+        return {"losses": [], "clipped": {}}
     steps = lines.dropna(subset="loss")  # the other lines are no training steps
     clipped = {}
     for column in steps.columns:

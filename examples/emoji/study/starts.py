@@ -2,7 +2,7 @@
 
     python -m examples.emoji.study.starts SEED FOLDER
 
-An arm is one way to make and train a model. All arms of a seed start from one model, the shared start, and so differ
+An arm is one way to make a model. All arms of a seed start from one model, the shared start, and so differ
 only in what each arm changes. The command makes the shared start of a seed: it composes a model, scales its projector
 so that image tokens enter the decoder with the norm T, the mean norm of text embeddings, and aligns the scaled
 projector with captions.
@@ -20,7 +20,7 @@ from transformers import AutoProcessor, LlavaProcessor
 from conversations.loading import load_rows
 from diagnostics.norms import text_norm_target, vocabulary_norms
 from examples.emoji.parts import RUN
-from examples.emoji.study.cells import Arm, Projector
+from examples.emoji.study.cells import Arm
 from modeling_normllava import GlobalWeightCompensatedLayerNorm, NormLlavaForConditionalGeneration
 from training.align import align
 from training.compose import compose, interface_norms
@@ -102,14 +102,14 @@ def make_arm_model(arm: Arm, start: Path) -> tuple[NormLlavaForConditionalGenera
     projector = model.model.multi_modal_projector
 
     # Undo the scaling, which divided the second layer by k.
-    if arm.projector is not Projector.SCALED:
+    if arm is not Arm.SCALED:
         model.config.projector_scaled = False
         k = read_norm_ratio(start)
         for parameter in projector.linear_2.parameters():
             parameter *= k
 
     # Add a LayerNorm whose output has the norm T: its gain is T over the square root of the hidden size.
-    if arm.projector is Projector.NORM:
+    if arm is Arm.LAYER_NORM:
         target = text_norm_target(vocabulary_norms(model))
         hidden_size = model.config.text_config.hidden_size
         norm = GlobalWeightCompensatedLayerNorm(hidden_size, eps=model.config.projector_norm_eps)

@@ -1,0 +1,84 @@
+"""The study's file of records, `records.jsonl`: a line for each run that ended, each crash, and the study's end."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from examples.emoji.study.cells import (
+    FAST_SEEDS,
+    FEWEST_SEEDS,
+    SLOW_SEEDS,
+    Log,
+    machine_of,
+    whole_seeds,
+)
+
+
+# The records that are kept with the code. A run can't write to this file: it may change no tracked file.
+RECORDS = Path(__file__).with_name("records.jsonl")
+
+
+def read_log(path: Path) -> Log:
+    """Read the file of records. Of equal lines, only the first counts. A file that doesn't exist has no records.
+
+    Raises:
+        UserError: if a run has two different records, if runs were trained on different rows, or if the study was
+            ended with fewer than `FEWEST_SEEDS` whole seeds of a rate.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    different_lines = dict.fromkeys(lines)  # unlike a set, keeps the order
+
+    log = Log(runs=[], crashes=[], end=None)
+    for text in different_lines:
+        line = json.loads(text)
+        if "study_ended" in line:  # the value says why
+            log = Log(log.runs, log.crashes, line["study_ended"])
+        elif "crashed" in line:
+            log.crashes.append(line)
+        else:
+            log.runs.append(line)
+
+    require_one_record_a_run(log, path)
+    require_same_rows(log, path)
+    if log.end is not None:
+        require_enough_seeds(log, path)
+    return log
+
+
+def require_one_record_a_run(log: Log, path: Path) -> None:
+    """Raises `UserError` if a run has two records."""
+    seen = set()
+    for record in log.runs:
+        run = (record["arm"], record["seed"], *machine_of(record))
+        if run in seen:
+            raise UserError(f"{path} holds two records of the run {run}.")
+        seen.add(run)
+
+
+def require_same_rows(log: Log, path: Path) -> None:
+    """Raises `UserError` if runs were trained on different rows. A run that failed has no fingerprint of its rows."""
+    fingerprints = {record["data"] for record in log.runs if record["data"] is not None}
+    if len(fingerprints) > 1:
+        raise UserError(f"{path} holds runs that were trained on different rows.")
+
+
+def require_enough_seeds(log: Log, path: Path) -> None:
+    """Raises `UserError` if the study was ended before each rate had enough whole seeds."""
+    whole = whole_seeds(log.runs)
+    for seeds in (FAST_SEEDS, SLOW_SEEDS):
+        num_whole = len([seed for seed in seeds if seed in whole])
+        if num_whole < FEWEST_SEEDS:
+            raise UserError(
+                f"{path} says that the study ended, but of the seeds {seeds[0]} to {seeds[-1]} {num_whole} are whole: "
+                f"the protocol asks for {FEWEST_SEEDS}."
+            )
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Add a line to the file of records. `ended` is the time at which it was added."""
+    ended = datetime.now(UTC).isoformat(timespec="seconds")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"ended": ended, **line}) + "\n")

@@ -1,8 +1,9 @@
 """Compose an untrained NormLlava from a vision encoder and a language model, or from a Llava checkpoint.
 
     python training/compose.py --vision_model google/siglip-so400m-patch14-384 \
-        --text_model Qwen/Qwen2.5-7B-Instruct --output_dir checkpoints/composed
-    python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --output_dir checkpoints/composed
+        --text_model Qwen/Qwen2.5-7B-Instruct --projector_norm gwc --output_dir checkpoints/composed
+    python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --projector_norm gwc \
+        --output_dir checkpoints/converted
 
 With `--captions`, the first command also aligns the new projector. Both commands try the model on a picture, print how
 large image tokens are before and after the projector's norm, and write a complete checkpoint folder.
@@ -400,14 +401,21 @@ def describe_model(model: NormLlavaForConditionalGeneration, processor: LlavaPro
     return "\n".join(lines)
 
 
-# The end of the command's help; docs/method.md says more.
-WHICH_NORM = (
-    "Nothing, scale once, or a norm? There is one study, of a decoder of 135M, drawings, and half of the recipe's "
-    "steps. In it plain Llava's image tokens entered at nearly 4 times the norm of text. Gain in right names over "
-    "plain Llava, in points: `--projector_norm none --scale_projector` 6.6 (4.2 to 9.0), `--projector_norm gwc` 3.7 "
-    "(1.6 to 5.8). The two haven't been compared after the whole recipe, on photographs or in a larger decoder. "
-    "`python -m diagnostics` measures your model's ratio on your pictures."
-)
+# What is known of the arms, for the command's help and for the error if none is chosen; docs/method.md says more.
+WHICH_NORM = """\
+Points of right names gained over plain Llava in the only study so far (a decoder of 135M, drawings, half of the
+recipe's steps; plain Llava's image tokens entered at nearly 4 times the norm of text):
+
+  --projector_norm none --scale_projector   scaled once to the text's norm: 6.6 (4.2 to 9.0)
+  --projector_norm gwc                      the paper's LayerNorm: 3.7 (1.6 to 5.8)
+  --projector_norm none                     plain Llava, to compare with
+
+The first two haven't been compared after the whole recipe, on photographs or in a larger decoder.
+`python -m diagnostics` measures your model's ratio on your pictures."""
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and leaves the lines of `WHICH_NORM` as they are."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -415,13 +423,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Compose a NormLlava.",
         epilog=WHICH_NORM,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--output_dir", type=new_folder, required=True, help="folder to write")
     parser.add_argument("--vision_model", help="vision encoder: folder or Hub id")
     parser.add_argument("--text_model", help="decoder language model: folder or Hub id")
     parser.add_argument("--llava_model", help="Llava checkpoint to convert instead: folder or Hub id")
-    parser.add_argument("--projector_norm", choices=get_args(ProjectorNorm), default="gwc", help="none: plain Llava")
+    parser.add_argument(
+        "--projector_norm", choices=get_args(ProjectorNorm), help="required, no arm is the default: see below"
+    )
     parser.add_argument("--no_align_norm", action="store_true", help="start the norm at gain 1, not at text's norm")
     parser.add_argument(
         "--norm_target_ratio", type=float, default=1, help="initial norm of image tokens, a multiple of text's"
@@ -457,6 +467,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     is_conversion = gives_llava and gives_no_part
     if not (is_composition or is_conversion):
         parser.error("give either --vision_model and --text_model, or only --llava_model")
+    if options.projector_norm is None:
+        parser.error(f"give --projector_norm; no arm is the default.\n\n{WHICH_NORM}")
 
     if is_conversion:
         sets_layer = options.vision_feature_layer != parser.get_default("vision_feature_layer")

@@ -58,6 +58,7 @@ def plan_steps() -> list[Step]:
             f"--vision_model={RUN}/vision",
             "--vision_feature_layer=-1",  # the last layer, which pretrain.py trains
             f"--text_model={RUN}/text",
+            "--projector_norm=gwc",
             f"--output_dir={RUN}/composed",
         ],
         last_files=(RUN / "composed/processor_config.json",),

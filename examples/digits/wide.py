@@ -74,6 +74,7 @@ def plan_steps() -> list[Step]:
             f"--vision_model={RUN}/vision",
             "--vision_feature_layer=-1",  # as in the quickstart
             f"--text_model={RUN}/text",
+            "--projector_norm=gwc",
             f"--max_tiles={MAX_TILES}",
             f"--output_dir={WIDE}/composed",
         ],

@@ -67,6 +67,7 @@ def plan_steps() -> list[tuple[Step, float]]:
             f"--vision_model={RUN}/vision",
             "--vision_feature_layer=-1",  # the last layer; the default is the layer before
             f"--text_model={RUN}/text",
+            "--projector_norm=gwc",
             f"--captions={RUN}/pictures/captions.json",
             f"--output_dir={RUN}/aligned",
         ],

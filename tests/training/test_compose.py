@@ -279,7 +279,14 @@ def test_a_chat_format_that_cannot_be_kept_is_replaced_by_vicunas_with_a_warning
     tokenizer.chat_template = OTHER_TEMPLATES[kind]
     tokenizer.save_pretrained(text_folder)
     with caplog.at_level("INFO"):
-        main([f"--vision_model={backbones('siglip')}", f"--text_model={text_folder}", f"--output_dir={tmp_path}/out"])
+        main(
+            [
+                f"--vision_model={backbones('siglip')}",
+                f"--text_model={text_folder}",
+                f"--output_dir={tmp_path}/out",
+                "--projector_norm=gwc",
+            ]
+        )
     assert "Chat format Vicuna: the language model has no chat template" in caplog.text
     # The log also says what becomes of pictures.
     assert "a picture that isn't square is squashed to 28 x 28 pixels" in caplog.text
@@ -592,9 +599,15 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
         ("--output_dir out", "give either --vision_model and --text_model, or only --llava_model"),
         ("--output_dir out --vision_model x", "give either --vision_model and --text_model, or only --llava_model"),
         ("--output_dir out --text_model x --llava_model y", "give either --vision_model and --text_model, or only"),
-        ("--output_dir out --llava_model x --center_crop", "--center_crop is for a new model"),
-        ("--output_dir out --llava_model x --scale_projector", "are for a new projector"),
-        ("--output_dir out --llava_model x --no_align_norm --norm_target_ratio 3", "for a norm that starts at"),
+        ("--output_dir out --llava_model x", "give --projector_norm"),
+        # Scaling alone leaves open whether a norm follows.
+        ("--output_dir out --vision_model x --text_model y --scale_projector", "give --projector_norm"),
+        ("--output_dir out --projector_norm gwc --llava_model x --center_crop", "--center_crop is for a new model"),
+        ("--output_dir out --projector_norm gwc --llava_model x --scale_projector", "are for a new projector"),
+        (
+            "--output_dir out --projector_norm gwc --llava_model x --no_align_norm --norm_target_ratio 3",
+            "for a norm that starts at",
+        ),
     ],
 )
 def test_wrong_options_are_refused(

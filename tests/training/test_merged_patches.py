@@ -86,5 +86,5 @@ def test_a_merge_size_that_does_not_divide_the_picture_is_refused(backbones: Cal
 
 def test_a_llava_cannot_be_converted_to_merged_patches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--llava_model=x", f"--output_dir={tmp_path}", "--spatial_merge_size=2"])
+        main(["--llava_model=x", "--projector_norm=gwc", f"--output_dir={tmp_path}", "--spatial_merge_size=2"])
     assert "--spatial_merge_size is for a new projector" in capsys.readouterr().err

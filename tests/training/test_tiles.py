@@ -201,7 +201,7 @@ def test_composing_refuses_tiles_that_do_not_fit(
         compose(*backbone_folders, max_tiles=2, center_crop=True)
 
     with pytest.raises(SystemExit):
-        main(["--llava_model=x", f"--output_dir={tmp_path}", "--max_tiles=2"])
+        main(["--llava_model=x", "--projector_norm=gwc", f"--output_dir={tmp_path}", "--max_tiles=2"])
     assert "--max_tiles is for a new model" in capsys.readouterr().err
 
 

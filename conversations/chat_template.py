@@ -1,12 +1,14 @@
 """Writes Jinja chat templates that use a language model's own turn format, and that can hold pictures.
 
 Every template puts the assistant's text and its end-of-turn token inside `{% generation %}`. When transformers
-tokenizes a conversation, it can tell which tokens are inside, and training gives labels to these tokens alone. Each
-part of a message is on a line of its own, as in LLaVA's "<image>\\nquestion".
+tokenizes a conversation, it can tell which tokens are inside, and training gives labels to these tokens alone.
+
+Each part of a message is on a line of its own, as in LLaVA's "<image>\\nquestion". Line breaks around a part's text
+are left out, and so is white space around the message of a user or system. An answer stays as it is written.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -67,7 +69,7 @@ FORMATS = (
     _role_format("Gemma", "<start_of_turn>{}\n", "<end_of_turn>", separator="\n", assistant="model", has_system=False),
 )
 
-# The template of all formats. `_write_template` replaces `@SYSTEM_TURN@` by one of the two texts below the template.
+# The template of all formats. `write_template` replaces `@SYSTEM_TURN@` by one of the two texts below the template.
 # `_fill` replaces `@image@` and `@bos@` by a token, and every other `@name@` by the field of `ChatFormat` with this
 # name.
 # In a format without system turns, `ns.system` holds a system message until the next user turn, which begins with the
@@ -77,12 +79,31 @@ FORMATS = (
 _CHAT_TEMPLATE = """\
 {%- macro render(content) -%}
     {%- if content is string -%}
+        {{- content | trim -}}
+    {%- else -%}
+        {%- set ns = namespace(lines=[]) -%}
+        {%- for part in content -%}
+            {%- if part["type"] == "image" -%}
+                {%- set ns.lines = ns.lines + [@image@] -%}
+            {%- elif part["type"] != "text" -%}
+                {{- raise_exception("A message has a part of type " + part["type"] + ", not text or image.") -}}
+            {%- elif part["text"].strip("\\n") -%}
+                {%- set ns.lines = ns.lines + [part["text"].strip("\\n")] -%}
+            {%- endif -%}
+        {%- endfor -%}
+        {{- ns.lines | join("\\n") | trim -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro render_answer(content) -%}
+    {%- if content is string -%}
         {{- content -}}
     {%- else -%}
         {%- for part in content -%}
-            {{- "" if loop.first else "\\n" -}}
-            {{- @image@ if part["type"] == "image" else part["text"] -}}
+            {%- if part["type"] != "text" -%}
+                {{- raise_exception("An answer has a part of type " + part["type"] + ", not text.") -}}
+            {%- endif -%}
         {%- endfor -%}
+        {{- content | map(attribute="text") | join("\\n") -}}
     {%- endif -%}
 {%- endmacro -%}
 {{- @bos@ -}}
@@ -93,7 +114,7 @@ _CHAT_TEMPLATE = """\
         {%- set ns.system = "" -%}
         {{- @assistant@ -}}
         {%- generation -%}
-            {{- @answer_start@ + render(message["content"]) + @end_of_turn@ -}}
+            {{- @answer_start@ + render_answer(message["content"]) + @end_of_turn@ -}}
         {%- endgeneration -%}
         {{- @separator@ -}}
     {%- elif message["role"] == "system" -%}
@@ -136,7 +157,7 @@ _PLAIN_TEMPLATE = """\
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
     """The Jinja template of the tokenizer's own chat format, for messages of text and `{"type": "image"}` parts."""
-    return _write_template(chat_format(tokenizer), tokenizer, image_token)
+    return write_template(chat_format(tokenizer), tokenizer, image_token)
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
@@ -145,27 +166,63 @@ def plain_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
 
 
 def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-    """Choose the chat format of a tokenizer, which is the first of these that exists:
-
-    1. the format of `FORMATS` whose end-of-turn token the tokenizer has,
-    2. the format that the tokenizer's own chat template writes (`"the language model's own"`),
-    3. LLaVA-1.5's format (`"Vicuna"`).
+    """The chat format that [`find_format`] finds for a tokenizer, otherwise LLaVA-1.5's format (`"Vicuna"`).
 
     Raises:
-        UserError: if the tokenizer has no known end-of-turn token and no `eos_token` either.
+        UserError: if the format is Vicuna's, which ends answers with `eos_token`, and the tokenizer has none.
     """
-    vocabulary = tokenizer.get_vocab()
-    for known_format in FORMATS:
-        if known_format.end_of_turn in vocabulary:
-            return known_format
-
+    found_format = find_format(tokenizer)
+    if found_format is not None:
+        return found_format
     if tokenizer.eos_token is None:
         raise UserError(
             "The tokenizer has no `eos_token`, so answers have no end token. Set it in tokenizer_config.json."
         )
-    own_format = _read_format(tokenizer)
+    return _vicuna(tokenizer)
+
+
+def find_format(tokenizer: PreTrainedTokenizerBase, processor_template: str | None = None) -> ChatFormat | None:
+    """The format in which a model's own chat template writes conversations.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        processor_template: The chat template of the model's processor, whose messages have parts. By default the
+            tokenizer's own template is read.
+
+    Returns:
+        - The format that writes the same text as the template. Its name is `"the language model's own"` if it is no
+          known format.
+        - Otherwise the known format (those of `FORMATS` and Vicuna's) whose turns the template writes, with more text
+          around them, such as a default system message.
+        - Without a template, the format of `FORMATS` whose end-of-turn token the tokenizer has.
+        - `None` if there is no such format.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if not (processor_template or tokenizer.chat_template):
+        for known_format in FORMATS:
+            if known_format.end_of_turn in vocabulary:
+                return known_format
+        return None
+
+    template = _OwnTemplate(tokenizer, processor_template)
+    known_formats = [known_format for known_format in FORMATS if known_format.end_of_turn in vocabulary]
+    if tokenizer.eos_token is not None:
+        known_formats.append(_vicuna(tokenizer))
+
+    own_format = _read_format(template)
     if own_format is not None:
+        for known_format in known_formats:
+            if replace(own_format, name=known_format.name) == known_format:
+                return known_format
         return own_format
+    for known_format in known_formats:
+        if _writes_turns(template, known_format):
+            return known_format
+    return None
+
+
+def _vicuna(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+    """LLaVA-1.5's format. Its answers end with the tokenizer's `eos_token`."""
     return ChatFormat(
         name="Vicuna",
         system="",
@@ -177,35 +234,94 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
     )
 
 
-def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
-    """Read a tokenizer's chat format from what its own chat template writes.
+class _OwnTemplate:
+    """The chat template of a model, which may raise any error, since it is somebody else's.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        processor_template: The template of the model's processor. By default this is the tokenizer's own template,
+            whose messages are texts, while those of a processor's template have parts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, processor_template: str | None) -> None:
+        self.tokenizer = tokenizer
+        self._text = processor_template
+        self._has_parts = processor_template is not None
+
+    def render(self, texts: list[str], system: str | None = None, add_generation_prompt: bool = False) -> str | None:
+        """What the template writes for a conversation, without the BOS token.
+
+        Args:
+            texts: The texts of user and assistant alternately, beginning with the user's.
+            system: The system message, if there is one.
+            add_generation_prompt: Whether the assistant's next turn is begun.
+
+        Returns:
+            `None` if the template raises an error, or drops the system message.
+        """
+        messages = _make_messages(texts, system, self._has_parts)
+        try:
+            rendered = _render(self.tokenizer, messages, self._text, add_generation_prompt)
+        except Exception:  # a model's Jinja template may raise anything
+            return None
+        if system is not None and system not in rendered:
+            return None
+        return rendered
+
+
+def _make_messages(texts: list[str], system: str | None = None, has_parts: bool = False) -> list[dict[str, Any]]:
+    """Messages of a conversation; the arguments are those of `_OwnTemplate`."""
+    roles_and_texts = [] if system is None else [("system", system)]
+    for number, text in enumerate(texts):
+        roles_and_texts.append(("user" if number % 2 == 0 else "assistant", text))
+
+    messages: list[dict[str, Any]] = []
+    for role, text in roles_and_texts:
+        content = [{"type": "text", "text": text}] if has_parts else text
+        messages.append({"role": role, "content": content})
+    return messages
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    template: str | None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """What a chat template, by default the tokenizer's own, writes for messages, without the BOS token."""
+    rendered = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    return rendered.removeprefix(tokenizer.bos_token or "")
+
+
+def _read_format(template: _OwnTemplate) -> ChatFormat | None:
+    """Read a chat format from what a model's own template writes.
 
     The template is made to write the question "Q1", the question with the answer "A1", and the question after a system
     message "S1". The format's texts are what stands around "Q1", "A1" and "S1".
 
     Returns:
-        `None` if there is no chat template, or if no [`ChatFormat`] writes the same text.
+        `None` if no [`ChatFormat`] writes the same text.
     """
-    if not tokenizer.chat_template:
+    # The comments say which fields of `ChatFormat` each text consists of.
+    question = template.render(["Q1"])  # user Q1 user_end
+    prompt = template.render(["Q1"], add_generation_prompt=True)  # user Q1 user_end assistant
+    # user Q1 user_end assistant answer_start A1 end_of_turn separator
+    answered = template.render(["Q1", "A1"])
+    if question is None or prompt is None or answered is None:
         return None
-    # The comments below say which fields of `ChatFormat` each text consists of.
-    try:
-        # user Q1 user_end
-        question = _render(tokenizer, ["Q1"])
-        # user Q1 user_end assistant
-        prompt = _render(tokenizer, ["Q1"], add_generation_prompt=True)
-        # user Q1 user_end assistant answer_start A1 end_of_turn separator
-        answered = _render(tokenizer, ["Q1", "A1"])
-    except Exception:  # a model's Jinja template may raise anything
-        return None
-    # system S1 user_end user Q1 user_end
-    with_system = _render_system(tokenizer, ["Q1"], "S1")
+    with_system = template.render(["Q1"], system="S1")  # system S1 user_end user Q1 user_end
 
     user, _, user_end = question.partition("Q1")
     answer_start, _, after_answer = answered.removeprefix(prompt).partition("A1")
+    end_of_turn = _token_at_start(template.tokenizer, after_answer)
+    if end_of_turn is None:  # nothing would end an answer
+        return None
     system = None
     if with_system is not None and with_system.endswith(f"S1{user_end}{question}"):
         system, _, _ = with_system.partition("S1")
+
     candidate = ChatFormat(
         name="the language model's own",
         system=system,
@@ -213,70 +329,59 @@ def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
         user_end=user_end,
         assistant=prompt.removeprefix(question),
         answer_start=answer_start,
-        end_of_turn=tokenizer.eos_token,
-        separator=after_answer.removeprefix(tokenizer.eos_token),
+        end_of_turn=end_of_turn,
+        separator=after_answer.removeprefix(end_of_turn),
     )
-    if _writes_same_text(tokenizer, candidate):
+    if _writes_same_text(template, candidate):
         return candidate
     return None
 
 
-def _writes_same_text(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) -> bool:
-    """Whether a format writes the same text as the tokenizer's own template.
+def _token_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
+    """The special token with which a text begins; `None` if it begins with none."""
+    tokens = {*tokenizer.all_special_tokens}
+    tokens |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    beginnings = [token for token in tokens if token and text.startswith(token)]
+    return max(beginnings, key=len, default=None)
 
-    Conversations of one, two and four turns are compared, also with a system message if the tokenizer's template
-    writes one.
+
+def _writes_same_text(template: _OwnTemplate, candidate: ChatFormat) -> bool:
+    """Whether a format writes the same text as a model's own template.
+
+    Conversations of one, two and four turns are compared, also with a system message if the own template writes one.
     """
-    # These conversations hold no pictures, so the template never writes its image token.
-    template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)
+    # These conversations hold no pictures, so the candidate's template never writes its image token.
+    candidate_template = write_template(candidate, template.tokenizer, image_token=IMAGE_MARK)
     for texts in (["One?"], ["One?", "Two."], ["One?", "Two.", "Three?", "Four."]):
-        if _render(tokenizer, texts, chat_template=template) != _render(tokenizer, texts):
-            return False
-
-        expected = _render_system(tokenizer, texts, "Be brief.")
-        if expected is None:
-            continue
-        if _render(tokenizer, texts, "Be brief.", chat_template=template) != expected:
-            return False
+        for system in (None, "Be brief."):
+            expected = template.render(texts, system)
+            if expected is None and system is not None:
+                continue
+            if _render(template.tokenizer, _make_messages(texts, system), candidate_template) != expected:
+                return False
     return True
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | None = None, **options: Any) -> str:
-    """What a chat template writes for a conversation, without the BOS token.
-
-    Args:
-        tokenizer: The tokenizer. Its own chat template is used unless `options` name another.
-        texts: The texts of user and assistant alternately, beginning with the user's.
-        system: The system message, if there is one.
-        options: More options for `apply_chat_template`.
-    """
-    messages = []
-    if system is not None:
-        messages.append({"role": "system", "content": system})
-    for number, text in enumerate(texts):
-        role = "user" if number % 2 == 0 else "assistant"
-        messages.append({"role": role, "content": text})
-
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    return rendered.removeprefix(tokenizer.bos_token or "")
+def _writes_turns(template: _OwnTemplate, known_format: ChatFormat) -> bool:
+    """Whether a model's own template writes turns as a known format does, whatever else it writes around them."""
+    rendered = template.render(["One?", "Two.", "Three?"], add_generation_prompt=True)
+    if rendered is None:
+        return False
+    questions = [f"{known_format.user}{text}{known_format.user_end}" for text in ("One?", "Three?")]
+    begins_answers = rendered.endswith(known_format.assistant) and rendered.count(known_format.assistant) == 2
+    return all(question in rendered for question in questions) and begins_answers
 
 
-def _render_system(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str) -> str | None:
-    """What the tokenizer's own chat template writes for a conversation with a system message.
-
-    Returns:
-        `None` if the template refuses or drops the system message.
-    """
+def holds_pictures(tokenizer: PreTrainedTokenizerBase, processor_template: str, image_token: str) -> bool:
+    """Whether a processor's chat template writes the image token for a part that is a picture."""
+    content = [{"type": "image"}, {"type": "text", "text": "One?"}]
     try:
-        rendered = _render(tokenizer, texts, system)
+        return image_token in _render(tokenizer, [{"role": "user", "content": content}], processor_template)
     except Exception:  # a model's Jinja template may raise anything
-        return None
-    if system not in rendered:
-        return None
-    return rendered
+        return False
 
 
-def _write_template(chat_format: ChatFormat, tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
+def write_template(chat_format: ChatFormat, tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
     """The Jinja template of a chat format, for one tokenizer and one image token."""
     system_turn = _SYSTEM_BEFORE_USER if chat_format.system is None else _SYSTEM_TURN
     template = _CHAT_TEMPLATE.replace("@SYSTEM_TURN@", system_turn)

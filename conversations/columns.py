@@ -19,7 +19,14 @@ from datasets.fingerprint import Hasher
 
 from common.errors import UserError
 from common.files import hash_files
-from conversations.layouts import IDENTIFYING_FIELDS, PICTURE_COLUMNS, READ_COLUMNS, Row, read_row
+from conversations.layouts import (
+    IDENTIFYING_FIELDS,
+    MEDIA_COLUMNS,
+    PICTURE_COLUMNS,
+    READ_COLUMNS,
+    Row,
+    read_row,
+)
 from conversations.sources import Source
 
 
@@ -65,6 +72,26 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
     if picture_counts:
         return [pictures, turns], unread
     return [turns], unread  # `turns` has a column with the pictures inside messages
+
+
+def media_columns(features: datasets.Features) -> list[str]:
+    """The columns that can hold a video or a sound, by their type or by their name."""
+    columns = []
+    for name, feature in features.items():
+        if isinstance(feature, (datasets.List, datasets.LargeList)):
+            feature = feature.feature
+        if name in MEDIA_COLUMNS or isinstance(feature, (datasets.Video, datasets.Audio)):
+            columns.append(name)
+    return columns
+
+
+def find_media(dataset: datasets.Dataset) -> dict[str, np.ndarray]:
+    """Which rows hold a video or a sound: for each of `media_columns`, a boolean for each row, `(num_rows,)`."""
+    masks = {}
+    for name in media_columns(dataset.features):
+        chunk_masks = [_content_mask(chunk) for chunk in dataset.data[name].chunks]
+        masks[name] = np.concatenate(chunk_masks) if chunk_masks else np.zeros(0, dtype=bool)
+    return masks
 
 
 def count_unread_fields(rows: datasets.Dataset) -> Counter[str]:
@@ -208,7 +235,10 @@ def _content_mask(array: pa.Array) -> np.ndarray:
 
 
 def undecoded_features(features: datasets.Features) -> datasets.Features:
-    """The same features, with pictures undecoded. `image` and `images` become pictures, whatever their type was."""
+    """The same features, with pictures, videos and sounds undecoded.
+
+    `image` and `images` become pictures, whatever their type was.
+    """
     undecoded = {name: _undecode(feature) for name, feature in features.items()}
     picture = datasets.Image(decode=False)
     for column in PICTURE_COLUMNS:
@@ -219,9 +249,9 @@ def undecoded_features(features: datasets.Features) -> datasets.Features:
 
 
 def _undecode(feature: Any) -> Any:
-    """The same feature, with pictures undecoded at any depth inside lists and dicts."""
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
+    """The same feature, with pictures, videos and sounds undecoded at any depth inside lists and dicts."""
+    if isinstance(feature, (datasets.Image, datasets.Video, datasets.Audio)):
+        return type(feature)(decode=False)
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         return type(feature)(_undecode(feature.feature))
     if isinstance(feature, dict):

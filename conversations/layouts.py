@@ -14,7 +14,7 @@ them.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from common.errors import UserError
@@ -29,6 +29,8 @@ Turn = dict[str, Any]
 PICTURE_COLUMNS = ("images", "image")
 # LLaVA's names of the roles, by the names that rows use.
 LLAVA_ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
+# The columns of pictures that move, and of sounds. A row with one is refused: the model wouldn't see or hear it.
+MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
 # Fields about a row as a whole, such as its source or its picture's size. They hold nothing to learn, so they aren't
 # read, and no warning names them.
 IDENTIFYING_FIELDS = frozenset({
@@ -52,8 +54,12 @@ class LayoutError(UserError):
     """Says why a row can't be read, or can't be read without a change of its meaning."""
 
 
-def read_row(row: Row) -> Row:
+def read_row(row: Row, media_columns: Collection[str] = MEDIA_COLUMNS) -> Row:
     """Read a row of any layout.
+
+    Args:
+        row: The row.
+        media_columns: The columns that can hold a video or a sound, with which the row can't be read.
 
     Returns:
         A row with these fields:
@@ -66,6 +72,7 @@ def read_row(row: Row) -> Row:
     """
     unread = _unread_fields(row, READ_COLUMNS)
     try:
+        _refuse_media(row, media_columns)
         column = _find_turns_column(row)
         reader = _TurnReader(column)
         read_column = TURN_COLUMNS[column]
@@ -79,6 +86,17 @@ def read_row(row: Row) -> Row:
 
     unread += sorted(reader.unread)
     return {"images": pictures, "conversations": turns, "problem": None, "unread": unread}
+
+
+def _refuse_media(row: Row, media_columns: Collection[str]) -> None:
+    for column in media_columns:
+        if has_content(row.get(column)):
+            raise LayoutError(media_problem(column))
+
+
+def media_problem(column: str) -> str:
+    """What is wrong with a row that has a video or sound in this column."""
+    return f"`{column}` holds what isn't read, so the model would be trained blind or deaf; only pictures are read"
 
 
 def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[str]:
@@ -205,21 +223,26 @@ class _TurnReader:
             self.unread.add(f"{self.column}[].{name}")
 
     def _join_parts(self, parts: list[Any], llava_role: str) -> str:
-        """Join the parts of a message into one text, with a mark for each picture."""
+        """Join the parts of a message into one text, with a mark for each picture.
+
+        Each part is a line of its own, as the chat template writes a message whose parts it is given.
+        """
         pieces = []
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 _check_text_part(part)
-                pieces.append(part["text"])
+                pieces.append(part["text"] if llava_role == "gpt" else part["text"].strip("\n"))
             elif kind in ("image", "image_url"):
                 _check_picture_part(part, llava_role)
                 self._take_picture(part)
-                pieces.append(f"{IMAGE_MARK}\n")
+                pieces.append(IMAGE_MARK)
             else:
                 raise LayoutError(f"a message has a part that is neither text nor picture: {str(part)[:100]}")
             self.note_unread(part, PART_FIELDS)
-        return "".join(pieces)
+        if llava_role == "gpt":  # an answer stays as it is written
+            return "\n".join(pieces)
+        return "\n".join(piece for piece in pieces if piece)
 
     def _take_picture(self, part: dict[str, Any]) -> None:
         """Add the picture of a part to `pictures`.

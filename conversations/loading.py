@@ -15,14 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowException
 
 from common.errors import UserError
 from common.files import sha256
-from conversations.columns import common_features, count_unread_fields, read_columns, undecoded_features
+from conversations.columns import (
+    common_features,
+    count_unread_fields,
+    find_media,
+    media_columns,
+    read_columns,
+    undecoded_features,
+)
 from conversations.json_files import read_json_files
-from conversations.layouts import TURN_COLUMNS, Row, read_row
+from conversations.layouts import TURN_COLUMNS, Row, media_problem, read_row
 from conversations.sources import Source, find_source
 
 
@@ -146,6 +154,7 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
             column_groups, unread = read_columns(dataset)  # each group has some columns of all rows
         except ArrowException as error:  # Arrow can't cast a column, such as numbers in place of pictures
             raise UserError(f"{source.name}: {error}") from error
+        column_groups = add_problems(column_groups, find_media(dataset))
     for field, count in unread.items():
         message = "%s: nothing reads `%s`, which has content in %d of %d rows"
         logger.warning(message, source.name, field, count, len(dataset))
@@ -155,6 +164,29 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
         "source": [f"{source.name}, row {number}" for number in range(len(dataset))],
     })  # fmt: skip
     return datasets.concatenate_datasets([*column_groups, added_columns], axis=1)
+
+
+def add_problems(column_groups: list[datasets.Dataset], media: dict[str, np.ndarray]) -> list[datasets.Dataset]:
+    """Column groups whose column `problem` also tells of the rows that hold a video or a sound.
+
+    Args:
+        column_groups: Datasets that each hold some columns of all rows.
+        media: What [`find_media`] returns.
+    """
+    if not any(mask.any() for mask in media.values()):
+        return column_groups
+
+    problems: list[str | None] = [None] * len(column_groups[0])
+    kept_groups = []
+    for group in column_groups:
+        if "problem" in group.column_names:
+            problems = group["problem"][:]
+            group = group.remove_columns("problem")
+        kept_groups.append(group)
+    for column, mask in media.items():
+        for number in np.flatnonzero(mask):
+            problems[number] = media_problem(column)
+    return [*kept_groups, datasets.Dataset.from_dict({"problem": problems})]
 
 
 def _require_turns(source: Source, features: datasets.Features) -> None:
@@ -183,16 +215,18 @@ def _stream(source: Source, image_folder: str, config: str | None, split: str) -
     if not first_rows:
         raise UserError(f"{source.name}: there are no rows.")
 
-    read_streamed = partial(_read_streamed, name=source.name, image_folder=image_folder)
+    read_streamed = partial(
+        _read_streamed, name=source.name, image_folder=image_folder, media_columns=media_columns(features)
+    )
     return rows.map(read_streamed, remove_columns=list(features))
 
 
-def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
+def _read_streamed(fields: Row, name: str, image_folder: str, media_columns: list[str]) -> Row:
     """A streamed row in our layout.
 
     A stream doesn't number its rows, so `source` names a row by its `id`, or by the beginning of its text.
     """
-    row = read_row(fields)
+    row = read_row(fields, media_columns)
     for field in row.pop("unread"):
         _warn_once(name, field)
 

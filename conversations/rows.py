@@ -24,6 +24,14 @@ from conversations.layouts import IMAGE_MARK, LLAVA_ROLES, LayoutError, Row, pic
 
 # The roles' names in chat messages, by LLaVA's names.
 CHAT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+# How other tools mark a picture's place in a text: Qwen-VL's `<img>a.png</img>`, Phi's `<|image_1|>`, MMMU's
+# `<image 1>`, and the tokens of Gemma, DeepSeek-VL and InternLM. Nobody writes them about HTML.
+FOREIGN_MARKS = re.compile(
+    r"<img>[^<>]+</img>|<\|image(_\d+|_pad)?\|>|<image[ _]?\d+>|<start_of_image>|<image_placeholder>|<ImageHere>"
+)
+# A picture as Markdown or HTML names it. Texts about these languages do so too, so it counts only if the picture
+# exists, or is in the text itself.
+NAMED_PICTURES = re.compile(r"!\[[^\]]*\]\(([^()\s]+)\)|<img\b[^<>]*\bsrc=[\"']([^\"']+)[\"']")
 # How many characters of a path an error message shows.
 LONGEST_PATH = 200
 
@@ -121,14 +129,14 @@ def row_turns(row: Row) -> list[dict[str, str]]:
 def to_messages(row: Row) -> list[dict[str, Any]]:
     """The row's turns as chat messages, in which each `<image>` mark is an image part.
 
-    The text of each turn is stripped, as LLaVA strips it. The chat template puts each part on its own line, so the
-    line breaks between a text and a mark are removed too, but spaces are kept. The assistant's text stays one string.
+    A question's text is stripped, as LLaVA strips it. The chat template puts each part on its own line, so the line
+    breaks between a text and a mark are removed too, but spaces are kept. An answer stays as it is written.
     """
     messages: list[dict[str, Any]] = []
     for turn in row_turns(row):
         role = CHAT_ROLES[turn["from"]]
-        text = turn["value"].strip()
-        content = text if role == "assistant" else _split_at_marks(text)
+        text = turn["value"]
+        content = text if role == "assistant" else _split_at_marks(text.strip())
         messages.append({"role": role, "content": content})
     return messages
 
@@ -228,6 +236,13 @@ def _is_well_formed(turn: Any) -> bool:
 def _find_image_problem(row: Row, turns: list[dict[str, str]]) -> str | None:
     """What is wrong with the number or the paths of a row's pictures; `None` if nothing is."""
     images = row_images(row)
+    if not images:
+        mark = _find_unread_mark(row, turns)
+        if mark is not None:
+            return (
+                f"a question names a picture as {shorten_path(mark)}, and the row has no picture: give it in `image`, "
+                f"and write {IMAGE_MARK} in its place"
+            )
     num_marks = sum(turn["value"].count(IMAGE_MARK) for turn in turns)
     if num_marks != len(images):
         return f"{num_marks} {IMAGE_MARK} marks but {len(images)} images"
@@ -235,6 +250,21 @@ def _find_image_problem(row: Row, turns: list[dict[str, str]]) -> str | None:
         path = picture_path(row, image)
         if path is not None and not os.path.isfile(path):
             return _describe_missing(image, path)
+    return None
+
+
+def _find_unread_mark(row: Row, turns: list[dict[str, str]]) -> str | None:
+    """What a question of a row without pictures says in place of a picture; `None` if it says no such thing."""
+    for turn in turns:
+        if turn["from"] != "human":
+            continue
+        mark = FOREIGN_MARKS.search(turn["value"])
+        if mark:
+            return mark[0]
+        for match in NAMED_PICTURES.finditer(turn["value"]):
+            path = match[1] or match[2]
+            if path.startswith("data:image/") or os.path.isfile(os.path.join(row.get("image_folder", ""), path)):
+                return match[0]
     return None
 
 

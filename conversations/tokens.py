@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from transformers import LlavaProcessor
@@ -25,7 +26,7 @@ class RowTokenizer:
       too, and a picture that isn't cut is one tile.
     - `length` is the number of tokens after the image tokens are repeated.
     - A label is -100 unless the template marks its token with `{% generation %}`. The first token's label is always
-      -100.
+      -100, and so are those of an answer without text: it would train only the token that ends a turn.
 
     Args:
         processor: The model's processor.
@@ -167,7 +168,19 @@ class RowTokenizer:
 
         if labels:
             labels[0] = IGNORED  # no token comes before the first, so nothing predicts it
+        self._ignore_empty_answers(labels)
         return labels
+
+    def _ignore_empty_answers(self, labels: list[int]) -> None:
+        """Set the labels of each answer that has no text to -100. An answer is a run of labels that aren't -100."""
+        start = 0
+        for is_answer, answer in groupby(labels, key=lambda label: label != IGNORED):
+            end = start + len(list(answer))
+            if is_answer:
+                text = self.processor.tokenizer.decode(labels[start:end], skip_special_tokens=True)
+                if not text.strip():
+                    labels[start:end] = [IGNORED] * (end - start)
+            start = end
 
 
 def _require_one_answer(row: Row) -> None:

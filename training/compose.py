@@ -29,7 +29,7 @@ from transformers import (
 
 from common.console import command, new_folder, parse
 from common.errors import UserError, errors_named_after
-from conversations.chat_template import chat_format, chat_template
+from conversations.chat_template import chat_format, find_format, holds_pictures, write_template
 from conversations.loading import load_rows
 from conversations.tiles import cuts_tiles
 from diagnostics.hooks import InterfaceHooks
@@ -156,8 +156,15 @@ def compose(
     # Check that the language model is unchanged, make the processor, and try the model with it.
     require_unchanged_logits(model, text_model)
     model.generation_config = text_model.generation_config
-    processor = make_processor(model, image_processor, tokenizer, image_token, num_additional)
-    complete_generation(model, tokenizer)
+    chat = chat_format(tokenizer)
+    if find_format(tokenizer) is None:
+        logger.warning(
+            "Chat format Vicuna: the language model has no chat template, or one that can't be written with pictures "
+            "and marked answers. If it has learned another format, it begins by answering worse."
+        )
+    template = write_template(chat, tokenizer, image_token)
+    processor = make_processor(model, image_processor, tokenizer, image_token, num_additional, template)
+    complete_generation(model, tokenizer, chat.end_of_turn)
     try_picture(model, processor)
     if scale_projector:
         scale_to_text(model, processor)
@@ -218,10 +225,43 @@ def convert_llava(
 
     # Make the processor, and try the model with it.
     model.generation_config = llava.generation_config
-    processor = make_processor(model, image_processor, tokenizer, old_processor.image_token, num_additional)
-    complete_generation(model, tokenizer)
+    image_token = old_processor.image_token
+    template, end_of_turn = keep_chat_template(llava_model_path, tokenizer, old_processor.chat_template, image_token)
+    processor = make_processor(model, image_processor, tokenizer, image_token, num_additional, template)
+    complete_generation(model, tokenizer, end_of_turn)
     try_picture(model, processor)
     return model, processor
+
+
+def keep_chat_template(
+    name: str, tokenizer: PreTrainedTokenizerBase, processor_template: str | None, image_token: str
+) -> tuple[str, str]:
+    """The chat template of a converted Llava, which has the format that the Llava was trained with.
+
+    Args:
+        name: Folder or Hub id of the Llava, for a warning.
+        tokenizer: The Llava's tokenizer. Its own template may be the language model's, which the Llava doesn't use.
+        processor_template: The chat template of the Llava's processor, if it has one.
+        image_token: The token that stands for a picture's features.
+
+    Returns:
+        The template, and the token that ends an answer.
+    """
+    # Without pictures, the template is only the language model's.
+    if processor_template is None or not holds_pictures(tokenizer, processor_template, image_token):
+        chat = chat_format(tokenizer)
+        return write_template(chat, tokenizer, image_token), chat.end_of_turn
+
+    found = find_format(tokenizer, processor_template)
+    if found is not None:
+        return write_template(found, tokenizer, image_token), found.end_of_turn
+    if "{% generation %}" not in processor_template:
+        logger.warning(
+            "%s keeps its chat template, which doesn't mark answers: before training, put them inside "
+            "{%% generation %%} and {%% endgeneration %%}.",
+            name,
+        )
+    return processor_template, tokenizer.eos_token
 
 
 def require_fitting_ratio(projector_norm: str, align_norm: bool, norm_target_ratio: float) -> None:
@@ -254,16 +294,17 @@ def make_processor(
     tokenizer: PreTrainedTokenizerBase,
     image_token: str,
     num_additional: int,
+    chat_template: str,
 ) -> LlavaProcessor:
-    """The processor of a model, with a chat template.
+    """The processor of a model.
 
     Args:
         model: The model with all of its parts.
         image_processor: An image processor that gives pictures of the encoder's size.
-        tokenizer: The language model's tokenizer, whose chat format the chat template keeps if possible. A tokenizer
-            without a padding token gets one.
+        tokenizer: The language model's tokenizer. A tokenizer without a padding token gets one.
         image_token: The token that stands for a picture's features.
         num_additional: Number of tokens that the encoder adds to a picture's patches.
+        chat_template: The Jinja template of conversations.
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -279,16 +320,20 @@ def make_processor(
         vision_feature_select_strategy=model.config.vision_feature_select_strategy,
         num_additional_image_tokens=num_additional,
         image_token=image_token,
-        chat_template=chat_template(tokenizer, image_token),
+        chat_template=chat_template,
     )
 
 
-def complete_generation(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the model stop generating at the end of an answer, and never generate an image token."""
+def complete_generation(
+    model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, end_of_turn: str
+) -> None:
+    """Let the model stop generating at the end of an answer, and never generate an image token.
+
+    `end_of_turn` is the token that ends an answer.
+    """
     generation = model.generation_config
 
-    end_of_turn = tokenizer.convert_tokens_to_ids(chat_format(tokenizer).end_of_turn)
-    end_ids = [end_of_turn]
+    end_ids = [tokenizer.convert_tokens_to_ids(end_of_turn)]
     if isinstance(generation.eos_token_id, int):
         end_ids.append(generation.eos_token_id)
     elif generation.eos_token_id is not None:
@@ -393,9 +438,10 @@ def describe_model(model: NormLlavaForConditionalGeneration, processor: LlavaPro
 
     config = model.config
     unit = "tile" if cuts_tiles(processor.image_processor) else "picture"
+    chat = find_format(processor.tokenizer, processor.chat_template)
     lines.append(
         f"projector norm: {config.projector_norm}, image token: {processor.image_token} ({config.image_token_id}), "
-        f"{config.image_seq_length} tokens a {unit}, chat format: {chat_format(processor.tokenizer).name}"
+        f"{config.image_seq_length} tokens a {unit}, chat format: {chat.name if chat else 'its own'}"
     )
     lines.append(describe_shapes(processor.image_processor))
     return "\n".join(lines)
@@ -518,11 +564,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         align(model, processor, rows, options.seed)
 
     logger.info("%s", describe_model(model, processor))
-    if chat_format(processor.tokenizer).name == "Vicuna":
-        logger.warning(
-            "Chat format Vicuna: the language model has no chat template, or one that can't be written with pictures "
-            "and marked answers. If it has learned another format, it begins by answering worse."
-        )
     model.save_pretrained(options.output_dir)
     processor.save_pretrained(options.output_dir)
     logger.info("Saved to %s", options.output_dir)

@@ -285,6 +285,44 @@ def test_a_question_without_a_text_is_a_bad_row(tmp_path: Path, column: str) -> 
         check_row(row)
 
 
+# The columns of rows that hold a video or a sound beside LLaVA's turns, or beside messages.
+MEDIA_ROWS = {
+    "video": {"video": "a.mp4", "conversations": turns("What happens?", "A dog runs.")},
+    "audios": {"audios": ["a.wav"], "messages": [message("user", "What is said?"), ANSWER]},
+}
+
+
+@pytest.mark.parametrize("stored", ["JSON", "parquet", "stream"])
+@pytest.mark.parametrize("column", MEDIA_ROWS)
+def test_a_row_with_a_video_or_a_sound_is_refused(tmp_path: Path, column: str, stored: str) -> None:
+    media_row = MEDIA_ROWS[column]
+    empty = [] if isinstance(media_row[column], list) else None
+    rows_to_write = [media_row, {**media_row, column: empty}]
+    if stored == "JSON":
+        path = write_json(tmp_path, rows_to_write)
+    else:
+        path = tmp_path / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist(rows_to_write), path)
+    with_media, without = load_rows(str(path), streaming=stored == "stream")
+    check_row(without)
+    with pytest.raises(BadRowError, match=f"`{column}` holds what isn't read"):
+        check_row(with_media)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
+def test_a_column_of_sounds_is_known_by_its_type(tmp_path: Path, streaming: bool) -> None:
+    text = datasets.Value("string")
+    conversations = datasets.List({"from": text, "value": text})
+    # The schema's metadata says that a column has sounds.
+    schema = datasets.Features({"said": datasets.Audio(), "conversations": conversations}).arrow_schema
+    row = {"said": {"bytes": b"RIFF", "path": None}, "conversations": turns("What?", "A dog.")}
+    pq.write_table(pa.Table.from_pylist([row, row | {"said": None}], schema=schema), tmp_path / "rows.parquet")
+    with_sound, without = load_rows(str(tmp_path / "rows.parquet"), streaming=streaming)
+    check_row(without)
+    with pytest.raises(BadRowError, match="`said` holds what isn't read"):
+        check_row(with_sound)
+
+
 def test_an_unread_field_is_named_with_its_number_of_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # `id` and `source` hold nothing to learn, and empty fields hold nothing at all. So only `caption` is named,
     # with a count of two rows.
@@ -341,10 +379,16 @@ def test_of_two_names_for_a_field_the_name_with_content_is_read() -> None:
     assert row["conversations"] == turns("What?", "A dog.")
 
 
-def test_the_texts_of_parts_are_joined_into_one_text() -> None:
-    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "a dog."}]
-    row = read_row({"messages": [message("user", "Hi."), message("assistant", parts)]})
-    assert row["conversations"][1] == {"from": "gpt", "value": "It is a dog."}
+def test_each_part_of_a_message_is_a_line_of_its_own() -> None:
+    question = [
+        {"type": "text", "text": "\nIs it "},
+        {"type": "text", "text": ""},
+        {"type": "text", "text": "a dog?\n"},
+    ]
+    answer = [{"type": "text", "text": "  It is\n"}, {"type": "text", "text": "a dog."}]
+    row = read_row({"messages": [message("user", question), message("assistant", answer)]})
+    # An answer stays as it is written.
+    assert row["conversations"] == turns("Is it \na dog?", "  It is\n\na dog.")
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])

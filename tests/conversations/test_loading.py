@@ -200,7 +200,7 @@ def test_a_bug_in_this_repository_is_no_user_error(tmp_path: Path, monkeypatch: 
     if kind != "json":
         path = write_parquet(tmp_path / "stored", messages=[[{"role": "user", "content": "Is this message cached?"}]])
 
-    def fail(fields: Row) -> Row:
+    def fail(fields: Row, *media_columns: Any) -> Row:
         raise ValueError("too many values to unpack")
 
     for module in ("columns", "json_files", "loading"):

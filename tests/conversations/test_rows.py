@@ -58,6 +58,46 @@ def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> Non
     assert str(error.value) == f"{error.value.source}: {error.value.problem}."
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        "<img>a.png</img>\nWhat is it?",  # Qwen-VL
+        "<|image_1|>\nWhat is it?",  # Phi
+        "What is in <image 1>?",  # MMMU
+        "<start_of_image>What is it?",  # Gemma 3
+        "![](a.png)\nWhat is it?",
+        "<img src='a.png' width=3> What is it?",
+        "![](data:image/png;base64,iVBORw0KGgo=) What is it?",
+    ],
+)
+def test_a_question_that_names_its_picture_in_another_way_is_refused(tmp_path: Path, question: str) -> None:
+    """Without its picture, the model would learn to answer blind. The picture a.png is in the image folder."""
+    path = write_json(tmp_path, [{"conversations": turns(question, "A dog.")}])
+    (row,) = load_rows(str(path), str(tmp_path / "pictures"))
+    with pytest.raises(BadRowError, match="and the row has no picture"):
+        check_row(row)
+    # A row with a picture may say so.
+    with_picture = [{"image": "a.png", "conversations": turns(f"<image>\n{question}", "A dog.")}]
+    (row,) = load_rows(str(write_json(tmp_path, with_picture)), str(tmp_path / "pictures"))
+    check_row(row)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Why does <img src='logo.png'> show no logo?",
+        "In Markdown, what does ![a logo](logo.png) write?",
+        "Is <Image> an element of SVG?",
+        "How do I close <img> in XHTML: <img/> or <img></img>?",
+        "What do <video> and <audio> need?",
+    ],
+)
+def test_texts_about_markup_are_no_pictures(tmp_path: Path, text: str) -> None:
+    path = write_json(tmp_path, [{"conversations": turns(text, f"About {text}: see ![](a.png).")}])
+    (row,) = load_rows(str(path), str(tmp_path / "pictures"))
+    check_row(row)
+
+
 def test_an_empty_name_is_no_picture(tmp_path: Path) -> None:
     path = write_json(tmp_path, [{"image": "", "conversations": CONVERSATION}])
     (row,) = load_rows(str(path))

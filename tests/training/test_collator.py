@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
+from conversations.layouts import read_row
 from conversations.rows import BadRowError
 from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
@@ -45,6 +47,57 @@ def collate_rows(tokenize: RowTokenizer, rows: list[dict[str, Any]], packed: boo
 @pytest.fixture(params=["qwen2", "llama", "gemma3", "vicuna"])
 def processor(request: pytest.FixtureRequest, make_model_folder: Callable[..., Path]) -> Any:
     return AutoProcessor.from_pretrained(make_model_folder(text=request.param))
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+# The content of a question and of its answer.
+MESSAGES: dict[str, tuple[Any, Any]] = {
+    "several texts": (
+        [{"type": "image"}, text_part("Context: a bill of 9"), text_part("How much is it?")],
+        [text_part("Nine"), text_part("Euro")],
+    ),
+    "line breaks around a picture": ([text_part("First:\n"), {"type": "image"}, text_part("\nAnd?")], "Red."),
+    "an empty text": ([text_part(""), {"type": "image"}, text_part(" What? ")], [text_part("Red.")]),
+    "white space around the question": ("\n What? \n", "Red."),
+    "code": ("Complete the function.", "    return x\n"),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_message_is_trained_as_it_is_asked(processor: Any, kind: str) -> None:
+    question, answer = MESSAGES[kind]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    row = read_row({"images": ["a.png"] * str(question).count("'image'"), "messages": messages})
+    tokenized = RowTokenizer(processor, processor.chat_template)(row | {"source": "a row"})
+
+    asked = processor.apply_chat_template(messages, tokenize=False)
+    assert processor.tokenizer.decode(tokenized["input_ids"]) == asked
+    trained = [label for label in tokenized["labels"] if label != -100]
+    written = answer if isinstance(answer, str) else "\n".join(part["text"] for part in answer)
+    assert written in processor.tokenizer.decode(trained)
+
+
+@pytest.mark.parametrize("content", [[{"type": "input_image"}], [{"type": "video", "video": "a.mp4"}]])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_part_of_an_unknown_type_is_refused(processor: Any, role: str, content: list[Any]) -> None:
+    messages = [{"role": "user", "content": "Why?"}, {"role": role, "content": content}]
+    with pytest.raises(TemplateError, match=f"has a part of type {content[0]['type']}"):
+        processor.tokenizer.apply_chat_template(messages, chat_template=processor.chat_template, tokenize=False)
+    assert "neither text nor picture" in read_row({"messages": messages})["problem"]
+
+
+@pytest.mark.parametrize("empty", ["", " \n"])
+def test_an_answer_without_text_is_not_trained(processor: Any, tmp_path: Path, empty: str) -> None:
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    with_empty = tokenize(make_row(tmp_path, empty, "Sure?", "A dog."))
+    trained = processor.tokenizer.decode([label for label in with_empty["labels"] if label != -100])
+    assert trained.strip() == f"A dog.{processor.tokenizer.eos_token}"
+
+    with pytest.raises(BadRowError, match="no supervised token"):
+        tokenize(make_row(tmp_path, empty))
 
 
 def test_only_answers_of_chat_rows_are_trained(processor: Any, tmp_path: Path) -> None:

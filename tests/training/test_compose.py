@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AddedToken,
     AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
@@ -259,6 +260,45 @@ def test_a_chat_format_that_is_not_known_is_kept(backbones: Callable[[str], Path
     assert "<image>\nWhat?" in tokenizer.decode(encoded["input_ids"])
 
 
+# The templates of language models whose vocabulary has ChatML's tokens, and the format that these models know.
+CHATML_TOKENS = ["<|im_start|>", "<|im_end|>", "<|im_sep|>"]
+TEMPLATES_BESIDE_CHATML = {
+    "Phi-4": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] + '<|im_end|>' }}"
+        "{% endfor %}"
+        "{{ '<|im_start|>assistant<|im_sep|>' if add_generation_prompt }}",
+        "<|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant<|im_sep|>Ho<|im_end|>",
+    ),
+    "Zephyr, with unused tokens": (OWN_TEMPLATES["Zephyr"], "<|user|>\nHi</s>\n<|assistant|>\nHo</s>\n"),
+    # Qwen2.5 and SmolLM2: ChatML after a default system message, which no `ChatFormat` writes.
+    "ChatML with a default system message": (
+        "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt }}",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n",
+    ),
+    # A base model without a template.
+    "no template": (None, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"),
+    # Its turns are not ChatML's, and no format writes them.
+    "numbered turns": (
+        "{% for m in messages %}{{ loop.index ~ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}",
+        "USER: Hi ASSISTANT: Ho</s>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES_BESIDE_CHATML)
+def test_a_models_own_template_counts_more_than_its_vocabulary(backbones: Callable[[str], Path], name: str) -> None:
+    template, expected = TEMPLATES_BESIDE_CHATML[name]
+    tokenizer = AutoTokenizer.from_pretrained(backbones("vicuna"))
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in CHATML_TOKENS], special_tokens=True)
+    tokenizer.chat_template = template
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    our_template = chat_template(tokenizer, "<image>")
+    rendered = tokenizer.apply_chat_template(messages, chat_template=our_template, tokenize=False)
+    assert rendered.removeprefix("<s>") == expected  # "<s>" is the BOS token
+
+
 # Chat templates whose formats a composed model can't keep.
 OTHER_TEMPLATES = {
     "no template": None,
@@ -485,6 +525,57 @@ def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
     loaded_weights = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "converted").state_dict()
     for name, weight in weights.items():
         assert torch.equal(loaded_weights[name], weight), name
+
+
+# The chat templates of a Llava's processor, and what they write for a question about a picture.
+LLAVA_TEMPLATES = {
+    # As in llava-hf's repositories. No token ends its answers, and those of the converted model end with one.
+    "Vicuna": (
+        "{% for m in messages %}{{ m['role'].upper() + ': ' }}"
+        "{% for part in m['content'] if part['type'] == 'image' %}{{ '<image>\n' }}{% endfor %}"
+        "{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] + ' ' }}{% endfor %}{% endfor %}"
+        "{{ 'ASSISTANT:' if add_generation_prompt }}",
+        "USER: <image>\nWhat? ASSISTANT:",
+    ),
+    "another": (
+        "{% for m in messages %}{{ '[' + m['role'] + ']' }}"
+        "{% for part in m['content'] %}"
+        "{{ '<image>\n' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ eos_token }}{% endfor %}"
+        "{{ '[assistant]' if add_generation_prompt }}",
+        "[user]<image>\nWhat?</s>[assistant]",
+    ),
+    # No `ChatFormat` writes it, so it stays as it is.
+    "numbered turns": (
+        "{% for m in messages %}{{ loop.index ~ m['role'] }}{% for part in m['content'] %}"
+        "{{ '<image>\n' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ eos_token }}{% endfor %}",
+        "1user<image>\nWhat?</s>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LLAVA_TEMPLATES)
+def test_a_converted_llava_keeps_its_processors_chat_format(
+    name: str, make_model_folder: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template, expected = LLAVA_TEMPLATES[name]
+    save_llava(tmp_path, make_model_folder(text="vicuna"), "full")
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    processor.chat_template = template
+    # The language model's own template, which the Llava doesn't use.
+    processor.tokenizer.chat_template = OWN_TEMPLATES["Zephyr"]
+    processor.save_pretrained(tmp_path)
+
+    _, converted = convert_llava(str(tmp_path))
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    prompt = converted.apply_chat_template(messages, add_generation_prompt=True)
+    assert prompt.removeprefix("<s>") == expected
+
+    if name == "numbered turns":
+        assert "keeps its chat template, which doesn't mark answers" in caplog.text
+    else:
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "Red."}]}
+        assert converted.apply_chat_template([*messages, answer]).endswith("Red.</s>")
+        assert "doesn't mark answers" not in caplog.text
 
 
 def test_a_model_type_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:

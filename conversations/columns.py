@@ -289,10 +289,7 @@ def common_features(source: Source) -> datasets.Features | None:
     """
     types: dict[str, pa.DataType] = {}
     types_differ = False
-    files = source.files
-    if not files:  # a folder, or a Hub id, for which `rglob` finds no files
-        files = sorted(Path(source.name).rglob("*.parquet"))
-    for file in files:
+    for file in parquet_files(source):
         for field in _read_schema(file):
             type_so_far = types.setdefault(field.name, field.type)
             if field.type == type_so_far:
@@ -308,6 +305,11 @@ def common_features(source: Source) -> datasets.Features | None:
     if not types_differ:
         return None
     return datasets.Features.from_arrow_schema(pa.schema(list(types.items())))
+
+
+def parquet_files(source: Source) -> list[Path]:
+    """The parquet files of a source on this disk. For a Hub id the list is empty."""
+    return source.files or sorted(Path(source.name).rglob("*.parquet"))
 
 
 def _read_schema(file: Path) -> pa.Schema:

@@ -26,6 +26,7 @@ from conversations.columns import (
     count_unread_fields,
     find_media,
     media_columns,
+    parquet_files,
     read_columns,
     undecoded_features,
 )
@@ -36,6 +37,8 @@ from conversations.sources import Source, find_source
 
 logger = logging.getLogger(__name__)
 
+# The largest number of rows of a parquet file that are read at once.
+READ_AT_ONCE = 1000
 # The number of shards of a stream that is made from rows on disk. Each process that reads the stream takes whole
 # shards, so this is also the largest number of such processes.
 NUM_SHARDS = 64
@@ -121,6 +124,9 @@ def _load_dataset(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load a source with `datasets.load_dataset`: parquet files, a folder or a Hub id."""
     options: dict[str, Any] = {"features": common_features(source), "streaming": streaming}
+    if parquet_files(source):
+        # By default, `datasets` takes the first group's number of rows, which in an empty file is 0, and fails.
+        options["batch_size"] = READ_AT_ONCE
     with _library_errors_for(source):
         if source.kind == "parquet":  # the files are one split, and have no configurations
             files = [str(file) for file in source.files]

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from lmms_eval.api.instance import Instance
 from lmms_eval.api.model import lmms
+from lmms_eval.api.task import TaskConfig
 from lmms_eval.cli.dispatch import main
 from lmms_eval.models import MODEL_REGISTRY_V2
 from lmms_eval.models.registry_v2 import ModelManifest
@@ -21,6 +22,27 @@ from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from common.errors import UserError
+
+
+def leave_out_default_stop() -> None:
+    """Let `until` be empty for tasks whose file names no stop string.
+
+    lmms-eval fills in the text that separates its examples, an empty line. That would cut an answer after its first
+    paragraph. lmms-eval's own chat models pass over `until`.
+    """
+    fill_in = TaskConfig.__post_init__
+
+    def fill_in_without_stop(config: TaskConfig) -> None:
+        names_stop = "until" in (config.generation_kwargs or {})
+        fill_in(config)
+        if config.generation_kwargs is not None and not names_stop:
+            config.generation_kwargs["until"] = []
+
+    TaskConfig.__post_init__ = fill_in_without_stop
+
+
+# lmms-eval imports this module before it reads the tasks.
+leave_out_default_stop()
 
 
 class RequestArguments(NamedTuple):
@@ -68,7 +90,7 @@ class ImageTextToText(lmms):
         """Answer requests, and return the answers in the order of the requests.
 
         Raises:
-            UserError: if a task asks for sampled answers.
+            UserError: if a task asks for sampled answers, or about videos or sounds.
         """
         # The requests of a batch have the same settings, and texts of about the same length, the longest first.
         collator = Collator(
@@ -97,8 +119,11 @@ class ImageTextToText(lmms):
         chats = []
         for request in batch:
             row = self.task_dict[request.task][request.split][request.row_number]  # lmms-eval sets `task_dict`
-            messages = request.to_messages(row)
-            chats.append(ChatMessages(messages=messages).to_hf_messages())
+            messages = ChatMessages(messages=request.to_messages(row))
+            _, videos, sounds = messages.extract_media()
+            if videos or sounds:
+                raise UserError(f"{request.task} asks about videos or sounds; only pictures are shown to the model.")
+            chats.append(messages.to_hf_messages())
 
         inputs = self._processor.apply_chat_template(
             chats,

@@ -133,7 +133,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
         prose_file = find_prose(run)
     prose = read_prose(prose_file, facts)
 
-    licence = choose_licence(facts.text_model, facts.vision_model, options.license)
+    licence = choose_licence(facts.text_model, facts.vision_model, options.license, facts.parent)
     check_licensed_name(licence, options.repo_id)
     licence_text = read_licence_text(licence, options.base_licence_file)
 

@@ -51,8 +51,8 @@ class Prose:
         limits: What the model does badly.
         language: Codes of the languages that the model speaks.
         datasets: Hub ids of the training data.
-        language_model: Where the language model comes from, if it is neither on the Hub nor trained from scratch.
-        vision_encoder: Where the vision encoder comes from, if it is neither on the Hub nor trained from scratch.
+        language_model: Where the language model comes from, if it isn't on the Hub.
+        vision_encoder: Where the vision encoder comes from, if it isn't on the Hub.
         benchmarks: The task of each dataset that the Hub registers as a benchmark, by the dataset's Hub id. The
             dataset's file eval.yaml names the task. Results on these datasets are also written for leaderboards.
     """
@@ -307,13 +307,13 @@ def describe_part_origin(hub_id: str | None, part_prose: str) -> str:
         part_prose: What `card.yaml` says of the part's origin; empty if it says nothing.
 
     Returns:
-        A link to the part on the Hub, or else what `card.yaml` says, or else "trained from scratch".
+        A link to the part on the Hub, or else what `card.yaml` says, or else "origin not recorded".
     """
     if hub_id is not None:
         return f"[{hub_id}](https://huggingface.co/{hub_id})"
     if part_prose:
         return escape_cell(part_prose)
-    return "trained from scratch"
+    return f"origin {NOT_RECORDED}"
 
 
 def describe_origins(facts: Facts, prose: Prose) -> str:
@@ -321,9 +321,11 @@ def describe_origins(facts: Facts, prose: Prose) -> str:
     sentences = []
     if facts.config.get("llava_name_or_path"):
         sentences.append("Converted from a Llava checkpoint.")
-    sentences += [f"Made from {hub_id}." for hub_id in facts.base_models]
+    if facts.parent is not None:
+        sentences.append(f"Trained on from {facts.parent}.")
+    sentences += [f"Made from {hub_id}." for hub_id in facts.parts]
 
-    # The base models are the parts with a Hub id. `card.yaml` speaks of the others.
+    # `card.yaml` speaks of the parts without a Hub id.
     prose_by_part = {}
     if facts.text_model is None:
         prose_by_part["language model"] = prose.language_model
@@ -333,7 +335,7 @@ def describe_origins(facts: Facts, prose: Prose) -> str:
         if part_prose:
             sentences.append(f"The {part}: {part_prose}.")
         else:
-            sentences.append(f"The {part} was trained from scratch.")
+            sentences.append(f"The origin of the {part} is {NOT_RECORDED}.")
     return " ".join(sentences)
 
 

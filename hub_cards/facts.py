@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlavaConfig, PreTrainedConfig
 
 from common.errors import UserError
-from common.files import fingerprint
+from common.files import fingerprint, weights_fingerprint
 from common.records import read_record
 from diagnostics.report import with_interval
 from diagnostics.table import Summary
@@ -70,6 +70,7 @@ class TrainingStage:
         hardware: Number of processes, and the device.
         commit: The commit of the code that trained.
         sources: The data that the stage was trained on: for each source, the fields of [`~training.run.Source`].
+        start_model: The folder or Hub id of the model that the stage started from.
     """
 
     name: str | None
@@ -82,6 +83,7 @@ class TrainingStage:
     hardware: str | None
     commit: str | None
     sources: list[dict[str, Any]]
+    start_model: str | None
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Facts:
             if neither is known.
         vision_model: Hub id of the vision encoder, or of the Llava checkpoint that the model was converted from;
             `None` if neither is known.
+        parent: Hub id of the model that the first of `stages` started from; `None` if it started from a folder.
         stages: The stages of training, in their order.
         has_whole_history: Whether `stages` holds all training of the model since its parts were joined.
         evaluations: Results of benchmarks, which are the rows of `evaluation.json`.
@@ -113,6 +116,7 @@ class Facts:
     decoder_config: PreTrainedConfig
     text_model: str | None
     vision_model: str | None
+    parent: str | None
     stages: list[TrainingStage]
     has_whole_history: bool
     evaluations: list[Evaluation]
@@ -120,6 +124,11 @@ class Facts:
 
     @property
     def base_models(self) -> list[str]:
+        """The Hub ids that the card's metadata names: the parent if there is one, otherwise the parts."""
+        return self.parts if self.parent is None else [self.parent]
+
+    @property
+    def parts(self) -> list[str]:
         """The known Hub ids of the model's parts. An id that both parts have is listed once."""
         hub_ids = dict.fromkeys((self.text_model, self.vision_model))
         return [hub_id for hub_id in hub_ids if hub_id is not None]
@@ -151,6 +160,7 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
         decoder_config=config.get_text_config(),
         text_model=find_part_id(config_json, "text", text_model),
         vision_model=find_part_id(config_json, "vision", vision_model),
+        parent=find_parent(stages),
         stages=stages,
         has_whole_history=is_whole_history(config_json, stages),
         evaluations=read_evaluations(run / EVALUATION_FILE, weights_hash),
@@ -242,13 +252,23 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID_PATTERN.fullmatch(name) is not None
 
 
+def find_parent(stages: list[TrainingStage]) -> str | None:
+    """The Hub id of the model that the first stage started from; `None` if it started from a folder."""
+    start_model = stages[0].start_model if stages else None
+    if start_model is None or not is_hub_id(start_model):
+        return None
+    # The relative path of a folder can have the form of a Hub id too.
+    is_folder = Path(start_model).exists() or Path(start_model).parent.is_dir()
+    return None if is_folder else start_model
+
+
 def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
     """Whether `stages` holds all training of the model since its parts were joined."""
     # No file records how a Llava checkpoint was trained. Nor how the aligned start trained the projector, which isn't
     # a stage.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
-    return len(stages) > 0 and stages[0].name == "align"
+    return len(stages) > 0 and stages[0].name == "align" and find_parent(stages) is None
 
 
 def collect_stages(run: Path) -> list[TrainingStage]:
@@ -268,6 +288,10 @@ def collect_stages(run: Path) -> list[TrainingStage]:
         if start_model is None:
             break
         folder = Path(start_model)
+        # If that stage was run again since, its record tells of another model.
+        start_weights = run_record.get("start_weights")
+        if start_weights is not None and weights_fingerprint(folder) != start_weights:
+            break
     return stages
 
 
@@ -317,6 +341,7 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
         hardware=hardware,
         commit=environment.get("commit"),
         sources=run_record.get("sources", []),
+        start_model=arguments.get("model_name_or_path"),
     )
 
 

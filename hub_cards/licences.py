@@ -62,23 +62,29 @@ KNOWN_LICENCES: dict[str, Licence] = {
 }
 
 
-def choose_licence(text_model: str | None, vision_model: str | None, user_licence: str | None) -> Licence:
+def choose_licence(
+    text_model: str | None, vision_model: str | None, user_licence: str | None, parent: str | None = None
+) -> Licence:
     """The licence of a model that is made from a language model and a vision encoder.
 
     Args:
         text_model: Hub id of the language model; `None` if it is not known.
         vision_model: Hub id of the vision encoder; `None` if it is not known.
         user_licence: Identifier of the licence that the user gives with --license; `None` if the user gives none.
+        parent: Hub id of the model that was trained on; `None` if the model was made from its parts.
 
     Raises:
-        UserError: if the licence of a part is not known and the user gives none, or if two different licences apply,
-            neither of which is Apache's.
+        UserError: if the licence of a part or of the parent is not known and the user gives none, or if two different
+            licences apply, neither of which is Apache's.
     """
     licences = []
     if user_licence is not None:
         licences.append(find_named_licence(user_licence))
 
-    for option, hub_id in (("--text_model", text_model), ("--vision_model", vision_model)):
+    made_from = [("--text_model", text_model), ("--vision_model", vision_model)]
+    if parent is not None:
+        made_from.append(("the parent", parent))
+    for option, hub_id in made_from:
         known_licence = find_known_licence(hub_id)
         if known_licence is not None:
             licences.append(known_licence)

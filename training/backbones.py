@@ -4,7 +4,6 @@ import os
 from typing import Any
 
 import torch
-from PIL import Image
 from tokenizers import AddedToken
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -184,19 +183,6 @@ def describe_shapes(image_processor: BaseImageProcessor) -> str:
     if image_processor.do_center_crop:
         return f"of a picture that isn't square only the central square is seen, at {size} x {size} pixels"
     return f"a picture that isn't square is squashed to {size} x {size} pixels"
-
-
-def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
-    """The number of patches of a picture or tile, and of the tokens that the encoder adds, such as a CLS token."""
-    picture = Image.new("RGB", (64, 48))  # any size would do
-    pixel_values = image_processor(picture, return_tensors="pt")["pixel_values"].to(vision_model.dtype)
-    with torch.no_grad():
-        hidden_states = vision_model(pixel_values).last_hidden_state  # [num_tiles, num_tokens, hidden_size]
-
-    num_tokens = hidden_states.shape[1]
-    config = vision_model.config
-    num_patches = (config.image_size // config.patch_size) ** 2
-    return num_patches, num_tokens - num_patches
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -33,6 +33,7 @@ from conversations.chat_template import chat_format, find_format, holds_pictures
 from conversations.loading import load_rows
 from conversations.tiles import cuts_tiles
 from diagnostics.hooks import InterfaceHooks
+from diagnostics.loading import vision_tokens
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaProcessor
 from modeling_normllava.configuration_normllava import ProjectorNorm
@@ -50,7 +51,6 @@ from training.backbones import (
     require_unchanged_logits,
     require_whole_squares,
     tiling_processor,
-    vision_tokens,
 )
 
 

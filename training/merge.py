@@ -26,6 +26,7 @@ from common.errors import UserError, errors_named_after
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.checkpoints import check_weights, copy_record
 from training.loading import load_config, load_processor
+from training.run import check_start_weights, start_weights
 
 
 def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGeneration:
@@ -39,7 +40,8 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
         The merged model in the dtype of the base model. The merge itself is computed in float32.
 
     Raises:
-        UserError: if the folder holds no adapter, or the adapter's weights don't match the base model.
+        UserError: if the folder holds no adapter, the base model's weights have changed since the adapter was trained,
+            or the adapter's weights don't match the base model.
     """
     if not (adapter / "adapter_config.json").exists():
         raise UserError(f"{adapter} holds no adapter: give the output folder of a run of stage 'adapt'.")
@@ -53,6 +55,7 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     config = load_config(base_name, revision)
     with errors_named_after(base_name):
         model = AutoModelForImageTextToText.from_pretrained(base_name, revision=revision, dtype=torch.float32)
+    check_start_weights(adapter, base_name, start_weights(base_name, revision))
     with errors_named_after(adapter):
         adapted_model = PeftModel.from_pretrained(model, str(adapter))
     check_weights(adapter, adapted_model)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import cached_file
 
 from common.errors import UserError
-from common.files import write_whole
+from common.files import weights_fingerprint, write_whole
 from common.records import read_record
 
 
@@ -82,6 +83,12 @@ class Run:
     environment: Environment
     sources: tuple[Source, ...] = ()
     """The records of the sources of rows; empty for a stream."""
+    start_weights: str | None = None
+    """The fingerprint of the weights of the model that the run started from; `None` if it has no safetensors files."""
+
+    def with_start_weights(self, start_weights: str | None) -> "Run":
+        """The same record, with this fingerprint of the model that the run started from."""
+        return replace(self, start_weights=start_weights)
 
     def with_checkpointing(self, is_on: bool) -> "Run":
         """The same record, with the argument `gradient_checkpointing` set to `is_on`."""
@@ -149,6 +156,34 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
         raise UserError(
             f"{checkpoint} belongs to a different run:\n{differences}"
             "Restore these, or resume anyway with --resume_changed true."
+        )
+
+
+def start_weights(name: str, revision: str | None) -> str | None:
+    """The fingerprint of the weights of a model on this disk: a folder, or what was downloaded of a Hub id."""
+    config_file = cached_file(name, "config.json", revision=revision)
+    assert config_file is not None  # the model has been loaded
+    return weights_fingerprint(Path(config_file).parent)
+
+
+def check_start_weights(folder: Path, name: str, weights_now: str | None) -> None:
+    """Check that an adapter's base model still has the weights that the adapter was trained on.
+
+    Args:
+        folder: The adapter's folder, or a checkpoint's. A folder without a record of the weights isn't checked.
+        name: The base model.
+        weights_now: What [`start_weights`] returns for the base model.
+
+    Raises:
+        UserError: if the weights have changed.
+    """
+    if not (folder / RUN_FILE).exists():
+        return
+    recorded = Run.read(folder).start_weights
+    if recorded is not None and recorded != weights_now:
+        raise UserError(
+            f"{folder} was trained on weights with the fingerprint {recorded}, and those of {name} now have "
+            f"{weights_now}: restore the weights that it was trained on, or train the adapter anew."
         )
 
 

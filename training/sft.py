@@ -28,6 +28,7 @@ from common.console import command
 from common.errors import UserError
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
+from conversations.sources import find_source
 from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, read_resume
@@ -48,7 +49,14 @@ from training.data import read_held_out, read_rows, require_pictures
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, load_processor, prepare_model
 from training.refusals import check_devices, check_tiles
-from training.run import Run, check_same_run, describe_environment, describe_run
+from training.run import (
+    Run,
+    check_same_run,
+    check_start_weights,
+    describe_environment,
+    describe_run,
+    start_weights,
+)
 from training.stages import Stage, describe_stage
 from training.streams import StreamBatches
 from training.trainer import NormLlavaTrainer
@@ -133,7 +141,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     stream = None
     if sampler is None:  # the rows are a stream
         check = RowCheck(row_tokenizer, run_args.open_pictures)
-        stream = StreamBatches(rows, check, collate, run_args.bad_rows, args)
+        is_local = find_source(str(run_args.dataset_name)).is_local
+        stream = StreamBatches(rows, check, collate, is_local, run_args.bad_rows, args)
     eval_sampler = None
     if held_out is not None:
         eval_sampler = deal_held_out(args, len(held_out))
@@ -150,6 +159,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     # Load the model.
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
+    run = run.with_start_weights(find_start_weights(run_args, stage, checkpoint))
     trained_model, module_groups = prepare_model(model, run_args, args, frozen_dtype=args.frozen_dtype)
     if checkpoint is not None:
         check_weights(checkpoint, trained_model)
@@ -178,6 +188,20 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     logger.info("Saved to %s", output_dir)
+
+
+def find_start_weights(run_args: RunArguments, stage: Stage, checkpoint: Path | None) -> str | None:
+    """The fingerprint of the weights that the run started from, which a resumed run takes from its checkpoint.
+
+    Raises:
+        UserError: if a resumed adapter's base model has changed. A checkpoint of the other stages has all weights.
+    """
+    name = str(run_args.model_name_or_path)
+    if checkpoint is None:
+        return start_weights(name, run_args.model_revision)
+    if stage is Stage.ADAPT:
+        check_start_weights(checkpoint, name, start_weights(name, run_args.model_revision))
+    return Run.read(checkpoint).start_weights
 
 
 def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLlavaConfig) -> RowTokenizer:

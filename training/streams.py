@@ -6,6 +6,7 @@ and tokenizes. Rows keep the stream's order, because the place in a shuffle buff
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ from training.arguments import TrainingConfig
 from training.data import BAD_ROWS_FILE
 
 
+logger = logging.getLogger(__name__)
+
 # The file of a checkpoint with the places of all readers.
 STREAM_FILE = "stream.json"
 # The key under which a batch carries its place in the stream.
@@ -46,6 +49,9 @@ class StreamBatches(IterableDataset):
         rows: The stream's rows, unchecked.
         check: Checks and tokenizes a row.
         collate: Makes a batch of rows.
+        is_local: Whether the rows lie on this machine's disk. If so, readers take rows in turn, so that each row is
+            trained as often as any other. Rows that come through a network are dealt by shards (files), since each
+            reader would otherwise fetch all of them.
         bad_rows: When bad rows raise `BadRowError`: with `"error"` at the first bad row, with `"skip"` only after
             `MAX_CONSECUTIVE_BAD_ROWS` bad rows without a good row between them.
         args: The arguments of training, which tell the number of rows in a batch, of processes, and of workers in each
@@ -55,6 +61,7 @@ class StreamBatches(IterableDataset):
     rows: datasets.IterableDataset
     check: RowCheck
     collate: Callable[[list[Row]], dict[str, Any]]
+    is_local: bool
     bad_rows: Literal["error", "skip"]
     args: TrainingConfig
     # The place of each reader of this process: the state of its share (datasets' `state_dict`) after the reader's last
@@ -66,6 +73,16 @@ class StreamBatches(IterableDataset):
     def __post_init__(self) -> None:
         num_readers = max(self.args.dataloader_num_workers, 1)  # without workers, the process itself is the reader
         self.places = [None] * num_readers
+
+        num_all_readers = num_readers * self.args.world_size
+        deals_shards = not self.is_local and self.rows.num_shards % num_all_readers == 0
+        if deals_shards and num_all_readers > 1 and self.args.process_index == 0:
+            logger.warning(
+                "The stream's %d shards are dealt to %d readers (processes x workers). If a reader gets fewer rows "
+                "than another, each of its rows is trained more often; shards of equal size give equal shares.",
+                self.rows.num_shards,
+                num_all_readers,
+            )
 
     def loader(self) -> DataLoader:
         """A data loader of the batches. If it has workers, they read ahead."""
@@ -111,6 +128,7 @@ class StreamBatches(IterableDataset):
             self.rows.repeat(None),  # without end
             rank=self.args.process_index * readers_per_process + reader,
             world_size=self.args.world_size * readers_per_process,
+            strategy="examples" if self.is_local else "auto",
         )
         share_state = self.places[reader]
         if share_state is not None:

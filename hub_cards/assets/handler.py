@@ -13,6 +13,7 @@ can read files or internal networks through the endpoint.
 """
 
 import base64
+import math
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -31,6 +32,8 @@ from pixels import to_rgb
 
 # The accepted formats of pictures. Pillow reads more formats, but to read EPS it starts another program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+ROLES = ("system", "user", "assistant")
+PART_TYPES = ("text", "image")
 PARAMETER_NAMES = ("max_new_tokens", "temperature")
 # The largest `max_new_tokens` that a request may set, and the value for a request that sets none.
 MAX_NEW_TOKENS = 1024
@@ -63,7 +66,7 @@ class EndpointHandler:
             ValueError: if the request is refused. The message names the field and the reason.
         """
         options = read_parameters(data.get("parameters") or {})
-        messages = [read_message(message) for message in data["inputs"]]
+        messages = read_messages(data.get("inputs"))
         inputs = self.processor.apply_chat_template(
             messages,
             add_generation_prompt=True,
@@ -79,60 +82,86 @@ class EndpointHandler:
         return {"generated_text": answer.strip()}
 
 
-def read_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+def read_messages(inputs: Any) -> list[dict[str, Any]]:
+    """A request's messages in the form that the processor reads.
+
+    Raises:
+        ValueError: if `inputs` isn't a list of messages, or a message is refused.
+    """
+    if not isinstance(inputs, list) or not inputs:
+        raise ValueError('inputs: a list of messages is needed, such as [{"role": "user", "content": "What is it?"}]')
+    return [read_message(message, f"inputs[{number}]") for number, message in enumerate(inputs)]
+
+
+def read_parameters(parameters: Any) -> dict[str, Any]:
     """A request's parameters as options of `generate`.
 
     Raises:
         ValueError: if a parameter is unknown, or its value is not allowed.
     """
+    if not isinstance(parameters, dict) or any(name not in PARAMETER_NAMES for name in parameters):
+        raise ValueError("parameters: only max_new_tokens and temperature can be set")
     max_new_tokens = parameters.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-    temperature = float(parameters.get("temperature", 0.0))
-    has_unknown_name = any(name not in PARAMETER_NAMES for name in parameters)
-    has_valid_number = isinstance(max_new_tokens, int) and 1 <= max_new_tokens <= MAX_NEW_TOKENS
-    if has_unknown_name or not has_valid_number:
-        raise ValueError(f"parameters: only max_new_tokens, from 1 to {MAX_NEW_TOKENS}, and temperature can be set")
+    if not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens <= MAX_NEW_TOKENS:
+        raise ValueError(f"parameters.max_new_tokens: {max_new_tokens!r} is not a number from 1 to {MAX_NEW_TOKENS}")
+    temperature = parameters.get("temperature", 0.0)
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ValueError(f"parameters.temperature: {temperature!r} is not a number from 0 up")
 
     if temperature > 0:
         return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature}
     return {"max_new_tokens": max_new_tokens, **GREEDY}
 
 
-def read_message(message: dict[str, Any]) -> dict[str, Any]:
+def read_message(message: Any, field: str) -> dict[str, Any]:
     """A request's message in the form that the processor reads, with the pictures decoded.
 
+    Args:
+        message: The message.
+        field: The message's place in the request, for errors.
+
     Raises:
-        ValueError: if a part is neither text nor a picture, or if a picture can't be read.
+        ValueError: if the message has no known role, a part is neither text nor a picture, or a picture can't be read.
     """
-    content = message["content"]
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise ValueError(f"{field}.role: one of {', '.join(ROLES)} is needed")
+    content = message.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ValueError(f"{field}.content: a text or a list of parts is needed")
 
     # Only these fields of a part are passed on. If a part had a field `url` or `path`, the processor would open it.
     parts: list[dict[str, Any]] = []
-    for part in content:
-        if part["type"] == "text":
-            parts.append({"type": "text", "text": str(part["text"])})
-        elif part["type"] == "image":
-            parts.append({"type": "image", "image": read_image(part["image"])})
+    for number, part in enumerate(content):
+        part_field = f"{field}.content[{number}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        value = part.get(kind) if kind in PART_TYPES else None
+        if not isinstance(value, str):
+            expected = '{"type": "text", "text": ...} or {"type": "image", "image": ...}'
+            raise ValueError(f"{part_field}: {expected} is needed")
+        if kind == "text":
+            parts.append({"type": "text", "text": value})
         else:
-            raise ValueError(f"inputs: only text and base64 pictures are accepted, not {part['type']}")
+            parts.append({"type": "image", "image": read_image(value, part_field)})
     return {"role": message["role"], "content": parts}
 
 
-def read_image(value: str) -> Image.Image:
+def read_image(value: str, field: str) -> Image.Image:
     """Decode a picture from base64, and convert it to RGB as in training.
 
     Args:
-        value: The base64 text, with or without a prefix such as "data:image/png;base64,".
+        value: The base64 text, with or without a prefix such as "data:image/png;base64,". It may be broken into lines.
+        field: The picture's place in the request, for errors.
 
     Raises:
         ValueError: if the text is not base64, or not a picture in one of the accepted formats.
     """
     try:
         encoded = value.split(";base64,")[-1]  # without the prefix, if there is one
-        content = base64.b64decode(encoded, validate=True)
+        content = base64.b64decode("".join(encoded.split()), validate=True)
         return to_rgb(Image.open(BytesIO(content), formats=FORMATS))
     except Exception as error:  # Pillow raises many kinds of errors for invalid pictures
         raise ValueError(
-            f"inputs: not a base64 picture in {', '.join(FORMATS)} ({error}); paths are refused"
+            f"{field}.image: not a base64 picture in {', '.join(FORMATS)} ({error}); paths are refused"
         ) from error

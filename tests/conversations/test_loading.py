@@ -232,6 +232,23 @@ def test_a_missing_file_or_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", ["folder", "pattern"])
+@pytest.mark.parametrize("has_group", [True, False], ids=["an empty group", "no group"])
+def test_an_empty_parquet_file_beside_others_is_passed_over(
+    tmp_path: Path, has_group: bool, name: str, streaming: bool
+) -> None:
+    """A filter may leave nothing in a file. pandas writes a group of no rows then, and a closed writer no group."""
+    folder = write_parquet(tmp_path / "shards", conversations=[turns("Hi.", "Hello.")])
+    table = pq.read_table(folder / "train-00000.parquet")
+    if has_group:
+        pq.write_table(table.slice(0, 0), folder / "train-00001.parquet")
+    else:
+        pq.ParquetWriter(folder / "train-00001.parquet", table.schema).close()
+    rows = load_rows(str(folder) if name == "folder" else f"{folder}/*.parquet", streaming=streaming)
+    assert len(list(rows)) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
 def test_a_parquet_file_without_turns_or_rows_is_named(tmp_path: Path, streaming: bool) -> None:
     without_turns = write_parquet(tmp_path / "turns", text=["a"])
     problem = "no turns: the columns are text, and turns are read from conversations"

@@ -13,11 +13,13 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
 
 from common.errors import UserError
 from diagnostics import loading
 from diagnostics.loading import MAX_UNREADABLE, Question, load_model, load_processor, load_questions
 from diagnostics.parts import DiagnosticsError
+from modeling_normllava import NormLlavaConfig
 
 
 TURNS = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": "a colour"}]
@@ -44,6 +46,36 @@ def colours(tmp_path: Path) -> Path:
     Image.new("RGB", (8, 8), "green").save(tmp_path / "green.png")
     (tmp_path / "broken.png").write_bytes(b"no picture")
     return tmp_path
+
+
+@pytest.mark.parametrize(("vision", "num_additional"), [("clip", 1), ("siglip", 0)])
+def test_a_llava_without_a_patch_size_is_measured(
+    vision: str, num_additional: int, make_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In older checkpoints, the processor's file doesn't say how it counts image tokens."""
+    composed = make_model_folder(vision=vision, text="vicuna", projector_norm="none")
+    config = NormLlavaConfig.from_pretrained(composed)
+    llava_config = LlavaConfig(
+        vision_config=config.vision_config,
+        text_config=config.text_config,
+        image_token_index=config.image_token_index,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+    )
+    LlavaForConditionalGeneration(llava_config).save_pretrained(tmp_path)
+    processor = AutoProcessor.from_pretrained(composed)
+    processor.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "processor_config.json").read_text())
+    for name in ("patch_size", "num_additional_image_tokens", "vision_feature_select_strategy"):
+        del fields[name]
+    (tmp_path / "processor_config.json").write_text(json.dumps(fields))
+
+    model, completed = load_model(str(tmp_path))
+    assert completed.patch_size == processor.patch_size
+    assert completed.num_additional_image_tokens == num_additional
+    assert completed.vision_feature_select_strategy == processor.vision_feature_select_strategy
+    # As many image tokens as features, or the model would raise an error.
+    inputs = completed(images=Image.new("RGB", (30, 20)), text=completed.image_token, return_tensors="pt")
+    model(**inputs)
 
 
 def test_each_question_is_about_another_picture(colours: Path) -> None:

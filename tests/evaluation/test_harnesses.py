@@ -63,6 +63,21 @@ def read_evaluations(folder: Path) -> dict[str, Evaluation]:
     return {evaluation.task: evaluation for evaluation in evaluations}
 
 
+def test_answers_are_cut_where_a_tasks_file_says_so(harness_python: Path, always_a: Callable[..., Path]) -> None:
+    command = [harness_python, Path(__file__).with_name("plugin_script.py"), always_a()]
+    completed = subprocess.run(command, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-5000:]
+    answers = json.loads(completed.stdout.splitlines()[-1])
+    whole = "A sign.\n\nIt reads: HELLO; or not"
+    assert answers == {
+        "none": whole,
+        "without until": whole,
+        "an empty line": "A sign.",
+        "a semicolon": "A sign.\n\nIt reads: HELLO",
+        "video": "made-up asks about videos or sounds; only pictures are shown to the model.",
+    }
+
+
 def test_scores_are_those_worked_out_by_hand(
     run_module: RunModule, always_a: Callable[..., Path], harness_python: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from PIL import Image
 from safetensors.torch import load_file
 
+from common.files import weights_fingerprint
 from hub_cards.build import BuildOptions, build_release, save_picture
 from hub_cards.card import Prose
 from hub_cards.check import find_faults
@@ -126,7 +127,7 @@ RECORDED_TEXTS = (
     "Answers questions.",
     "followed by a LayerNorm with global weight compensation (GWC)",
     "| norm after it | new in this model | 64 |",  # gain and bias of a LayerNorm of width 32
-    "| vision encoder | trained from scratch |",
+    "| vision encoder | origin not recorded |",
     "### Stage: instruct",
     "| steps | 8 |",
     "| tokens | 200 |",
@@ -160,7 +161,7 @@ def test_the_card_counts_weights(release: Path, trained_run: Path) -> None:
 
     card = (release / "README.md").read_text()
     assert f"model of {num_weights:,} weights" in card
-    assert f"| vision encoder | trained from scratch | {num_vision_weights:,} |" in card
+    assert f"| vision encoder | origin not recorded | {num_vision_weights:,} |" in card
 
 
 def test_the_card_names_the_l2_norm_with_which_image_tokens_start(release: Path, trained_run: Path) -> None:
@@ -437,6 +438,33 @@ def test_the_card_lists_the_stages_in_their_order(run_after_align: Path, build_c
     card = build_card(run_after_align, **OWN_LICENCE)
     assert card.index("### Stage: align") < card.index("### Stage: instruct")
     assert "Training before the stage that follows" not in card
+
+
+def test_the_parent_of_a_model_is_named_and_its_licence_is_asked_for(
+    run: Path, build_card: Callable[..., str]
+) -> None:
+    """The run trained somebody's published model. What its parts allow says nothing of what the parent allows."""
+    parts = {"text_model": "Qwen/Qwen2.5-0.5B-Instruct", "vision_model": "google/siglip2-base-patch16-512"}
+    set_fields("run.json", arguments__model_name_or_path="someone/NC-NormLlava")(run)
+    with pytest.raises(ValueError, match="The licence of someone/NC-NormLlava is not known here"):
+        build_card(run, **parts)
+
+    card = build_card(run, **parts, license="cc-by-nc-4.0")
+    data = ModelCard(card).data
+    assert data.base_model == ["someone/NC-NormLlava"]
+    assert data.license == "cc-by-nc-4.0"
+    assert "Trained on from someone/NC-NormLlava. Made from Qwen/Qwen2.5-0.5B-Instruct." in card
+
+
+def test_a_stage_that_was_run_again_since_is_not_told(run_after_align: Path, build_card: Callable[..., str]) -> None:
+    stage1 = Path(json.loads((run_after_align / "run.json").read_text())["arguments"]["model_name_or_path"])
+    set_fields("run.json", start_weights=weights_fingerprint(stage1))(run_after_align)
+    assert "### Stage: align" in build_card(run_after_align, **OWN_LICENCE)
+
+    set_fields("run.json", start_weights="those of an earlier run")(run_after_align)
+    card = build_card(run_after_align, **OWN_LICENCE)
+    assert "### Stage: align" not in card
+    assert "Training before the stage that follows: not recorded" in card
 
 
 def test_the_card_says_that_the_training_of_an_aligned_projector_is_not_recorded(

@@ -82,7 +82,7 @@ def test_the_endpoint_reads_pictures_as_training_does(handler_module: Any, tmp_p
     for path in sorted(tmp_path.iterdir()):
         training_picture = open_in_training(path)
         encoded = base64.b64encode(path.read_bytes()).decode()
-        endpoint_picture = handler_module.read_image(encoded)
+        endpoint_picture = handler_module.read_image(encoded, "inputs[0].content[0]")
         assert endpoint_picture.tobytes() == training_picture.tobytes(), path.name
 
 
@@ -128,33 +128,42 @@ def test_the_handler_ignores_penalties_of_the_generation_config(handler: Any, mo
     assert handler(request) == answer
 
 
-VIDEO_REQUEST = {"inputs": [{"role": "user", "content": [{"type": "video"}]}]}
+def test_the_handler_reads_base64_in_lines(handler: Any) -> None:
+    encoded = encode_picture()
+    in_lines = base64.encodebytes(base64.b64decode(encoded)).decode()  # 76 characters a line
+    assert "\n" in in_lines
+    assert handler(make_request(in_lines, max_new_tokens=8)) == handler(make_request(encoded, max_new_tokens=8))
 
 
-@pytest.mark.parametrize(
-    ("request_data", "message"),
-    [
-        pytest.param(VIDEO_REQUEST, "only text and base64 pictures .* not video", id="video"),
-        pytest.param(
-            make_request(str(ROOT / "README.md")), "not a base64 picture in PNG, .*; paths are refused", id="path"
-        ),
-        pytest.param(
-            make_request(encode_picture("1", size=(14_000, 14_000))),
-            "not a base64 picture .*decompression bomb",
-            id="large picture",
-        ),
-        pytest.param(
-            make_request(encode_picture(), max_new_tokens=5000),
-            "only max_new_tokens, from 1 to 1024",
-            id="too many tokens",
-        ),
-        pytest.param(
-            make_request(encode_picture(), "<|image_pad|>"),
-            "The total number of .* tokens",
-            id="image token in the question",
-        ),
-    ],
-)
+def ask(content: Any, role: str = "user") -> dict[str, Any]:
+    """A request of one message."""
+    return {"inputs": [{"role": role, "content": content}]}
+
+
+# Requests that are refused, by what the error says.
+REFUSED_REQUESTS: dict[str, dict[str, Any]] = {
+    "inputs: a list of messages is needed": {"inputs": "What is it?"},
+    "inputs: a list of messages": {},
+    r"inputs\[0\].role: one of system, user, assistant": ask("Hi", role="developer"),
+    r"inputs\[0\].role:": {"inputs": ["Hi"]},
+    r"inputs\[0\].content: a text or a list": ask(None),
+    r"inputs\[0\].content\[0\]: .* is needed": ask([{"type": "video"}]),
+    r"inputs\[0\].content\[1\]: .* is needed": ask([{"type": "text", "text": "Hi"}, {"type": "text", "text": None}]),
+    r"inputs\[0\].content\[0\]: .*\"image\": ": ask([{"type": "image", "url": "https://example.com/a.png"}]),
+    r"content\[0\].image: not a base64 picture in PNG, .*; paths are refused": make_request(str(ROOT / "README.md")),
+    r"content\[0\].image: not a base64 picture .*decompression bomb": make_request(
+        encode_picture("1", size=(14_000, 14_000))
+    ),
+    "parameters.max_new_tokens: 5000 is not a number from 1 to 1024": make_request(
+        encode_picture(), max_new_tokens=5000
+    ),
+    "parameters.temperature: None is not a number": make_request(encode_picture(), temperature=None),
+    "only max_new_tokens and temperature": make_request(encode_picture(), top_p=0.5),
+    "The total number of .* tokens": make_request(encode_picture(), "<|image_pad|>"),
+}
+
+
+@pytest.mark.parametrize(("message", "request_data"), REFUSED_REQUESTS.items())
 def test_the_handler_refuses_a_request(request_data: dict[str, Any], message: str, handler: Any) -> None:
     with pytest.raises(ValueError, match=message):
         handler(request_data)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
+from common.files import weights_fingerprint  # noqa: E402
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import INSTRUCT, ROOT, collate, load_weights, read_steps, run  # noqa: E402
+from training import sft  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.arguments import RunArguments, TrainingConfig  # noqa: E402
 from training.loading import load_base, prepare_model  # noqa: E402
@@ -256,6 +259,47 @@ def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapte
         logits = merged_model(**batch).logits
         expected_logits = adapted_model(**batch).logits
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def changed_base(make_model_folder: Callable[..., Path], tmp_path: Path) -> Path:
+    """The base model of `adapter` with other weights, as if it had been trained again into its folder."""
+    folder = shutil.copytree(make_model_folder(), tmp_path / "base")
+    weights = load_weights(folder)
+    changed = {name: weight + 0.01 if "q_proj" in name else weight for name, weight in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_an_adapter_is_merged_only_into_the_weights_that_it_was_trained_on(
+    make_model_folder: Callable[..., Path], adapter: Path, changed_base: Path, tmp_path: Path
+) -> None:
+    trained_on = weights_fingerprint(make_model_folder())
+    now = weights_fingerprint(changed_base)
+    with pytest.raises(ValueError, match=f"fingerprint {trained_on}, and those of {changed_base} now have {now}"):
+        merge(adapter, str(changed_base))
+
+    # The same weights may have moved.
+    moved_base = shutil.copytree(make_model_folder(), tmp_path / "moved")
+    merge(adapter, str(moved_base))
+
+    # An adapter without a record is merged, since nothing says that it doesn't fit.
+    unrecorded = shutil.copytree(adapter, tmp_path / "unrecorded", ignore=shutil.ignore_patterns("checkpoint-*"))
+    (unrecorded / "run.json").unlink()
+    merge(unrecorded, str(changed_base))
+
+
+def test_an_adapter_is_resumed_only_on_the_weights_that_it_was_trained_on(
+    make_model_folder: Callable[..., Path], adapter: Path, changed_base: Path
+) -> None:
+    """Only a checkpoint of stage 'adapt' lacks the base's weights."""
+    run_args: Any = SimpleNamespace(model_name_or_path=str(changed_base), model_revision=None)
+    trained_on = weights_fingerprint(make_model_folder())
+    with pytest.raises(ValueError, match=f"trained on weights with the fingerprint {trained_on}"):
+        sft.find_start_weights(run_args, Stage.ADAPT, checkpoint=adapter)
+    # A run that goes on says what it started from.
+    assert sft.find_start_weights(run_args, Stage.INSTRUCT, checkpoint=adapter) == trained_on
+    assert sft.find_start_weights(run_args, Stage.ADAPT, checkpoint=None) == weights_fingerprint(changed_base)
 
 
 def test_a_run_that_starts_from_an_adapter_is_refused(data: Path, adapter: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ workers and processes are called readers. Resuming restores the place of each re
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -86,7 +87,12 @@ def collate_names(rows: list[Row]) -> dict[str, Any]:
 
 
 def make_batches(
-    path: Path, bad_rows: Any = "skip", process: int = 0, num_processes: int = 1, num_workers: int = 0
+    path: Path,
+    bad_rows: Any = "skip",
+    process: int = 0,
+    num_processes: int = 1,
+    num_workers: int = 0,
+    is_local: bool = True,
 ) -> StreamBatches:
     """The batches of one process. A batch has two rows. Bad rows are listed in the folder of `path`."""
     args: Any = SimpleNamespace(
@@ -99,7 +105,7 @@ def make_batches(
         output_dir=path.parent,
     )
     rows = load_rows(str(path), streaming=True)
-    return StreamBatches(rows, check_answer, collate_names, bad_rows, args)
+    return StreamBatches(rows, check_answer, collate_names, is_local, bad_rows, args)
 
 
 def read_batches(batches: StreamBatches) -> Iterator[dict[str, Any]]:
@@ -128,6 +134,34 @@ def test_each_good_row_is_read_once_by_one_process(tmp_path: Path, kind: str, nu
         good_rows = list(batches.good_rows(rows_of_process))
         names_read += collate_names(good_rows)["names"]
     assert sorted(names_read) == sorted(good_row_names(sizes))
+
+
+@pytest.mark.parametrize(("num_workers", "num_processes"), [(2, 1), (0, 2)], ids=["two workers", "two processes"])
+def test_a_row_of_a_small_shard_is_read_as_often_as_any_other(
+    tmp_path: Path, num_workers: int, num_processes: int
+) -> None:
+    sizes = [12, 2]  # the last shard has what is left
+    path = write_parquet(tmp_path / "rows", sizes)
+    names_read = []
+    for process in range(num_processes):
+        batches = make_batches(path, process=process, num_processes=num_processes, num_workers=num_workers)
+        # Twelve rows are good, so two passes are twelve batches of two rows.
+        for batch in islice(read_batches(batches), 12 // num_processes):
+            names_read += batch["names"]
+    assert Counter(names_read) == dict.fromkeys(good_row_names(sizes), 2)
+
+
+def test_a_stream_from_the_hub_says_that_shares_may_be_unequal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_parquet(tmp_path / "rows", [12, 2])
+    make_batches(path, num_workers=2, is_local=False)
+    assert "2 shards are dealt to 2 readers" in caplog.text
+    caplog.clear()
+    # With a single reader, or rows on this disk, all rows are read equally often.
+    make_batches(path, is_local=False)
+    make_batches(path, num_workers=2)
+    assert caplog.text == ""
 
 
 # The number of rows of each shard. There are enough shards for all readers of these tests.

@@ -34,11 +34,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-# Importing this module silences bitsandbytes, which PEFT imports below and which may warn of kernels that a CPU lacks.
 from common.console import command, parse
-
-
-# isort: split
 
 import torch
 import transformers.trainer

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.console import command, parse
+
 import matplotlib.pyplot as plt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.console import command, parse
 from common.errors import UserError
 from common.files import folder_or_id, weights_fingerprint
 from diagnostics.comparison import Comparison, measure_models

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.console import command, parse
+
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from common.console import command, parse
 from common.errors import UserError
 from common.files import weights_fingerprint, write_whole
 from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions

@@ -11,11 +11,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from common.console import command, parse
+
 import pandas as pd
 import torch
 from transformers import AutoModel
 
-from common.console import command, parse
 from common.errors import UserError
 from common.files import folder_or_id, write_whole
 from diagnostics.loading import load_pretrained

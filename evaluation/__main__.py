@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.console import command, parse
+
 from common.errors import UserError
 from common.files import fresh_folder, write_whole
 from evaluation.benchmarks import OURS, PAPER, Benchmark

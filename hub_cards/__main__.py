@@ -1,35 +1,30 @@
-"""Publish a trained model on the Hub, verify what was published, and serve it.
+"""Publish a trained model on the Hub, and verify what was published.
 
 python -m hub_cards push <run folder> --repo_id me/Llama-NormLlava-3B --dry_run
 python -m hub_cards push <run folder> --repo_id me/Llama-NormLlava-3B --public
 python -m hub_cards verify me/Llama-NormLlava-3B --revision v1.0
-python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0
 """
 
 import argparse
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from common.console import command, parse
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import httpx  # the HTTP library whose errors the Hub's client raises
 
-from common.console import command, parse
 from common.errors import UserError
 from hub_cards.build import BuildOptions, build_or_take
 from hub_cards.check import require_no_faults
 from hub_cards.push import plan_push, push_release
-from hub_cards.serve import serve_model
 from hub_cards.verify import verify_release
 
 
 logger = logging.getLogger(__name__)
-
-# Commands of earlier versions. `push` does their work now.
-FORMER_COMMANDS = ("build", "check")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,28 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("repo_id", help="owner/name")
     verify.add_argument("--revision", required=True, help="tag to verify")
     verify.add_argument("--stage", type=Path, help="release folder that was pushed; the download is compared with it")
-
-    serve = commands.add_parser("serve", help="run transformers' server on this machine's loopback address")
-    serve.add_argument("model", help="folder or Hub id of the model; its code is run")
-    serve.add_argument("--revision", default="main", help="revision of a repository on the Hub (default: main)")
-    serve.add_argument("--port", type=int, default=8000, help="loopback port (default: 8000)")
     return parser
 
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. The decorator ends it with one line if a `UserError` is raised."""
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in FORMER_COMMANDS:
-        raise UserError(f"{words[0]} is part of push now: python -m hub_cards push <run> --repo_id <id> --dry_run")
-
-    args = parse(build_parser(), words)
+    args = parse(build_parser(), argv)
     if args.command == "push":
         run_push(args)
-    elif args.command == "verify":
-        run_verify(args)
     else:
-        serve_model(args.model, args.revision, args.port)
+        run_verify(args)
 
 
 def run_push(args: argparse.Namespace) -> None:

@@ -35,7 +35,6 @@ from hub_cards.contents import (
     WEIGHTS_INDEX,
     read_json,
 )
-from hub_cards.eval_results import write_eval_results
 from hub_cards.facts import Facts, collect_facts, is_hub_id, read_normllava_config
 from hub_cards.licences import APACHE, Licence, choose_licence
 from hub_cards.plain import as_llava_index, as_llava_settings, copy_as_llava
@@ -153,8 +152,6 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     if facts.diagnostics is not None:
         plot = run / "diagnostics" / "figures" / "overview.png"
         copy_picture(plot, partial_folder / OVERVIEW_PLOT)
-
-    write_eval_results(partial_folder, facts.evaluations, prose.benchmarks)
 
     release = Release(
         repo_id=options.repo_id,

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.errors import UserError
 from evaluation.record import Evaluation
-from hub_cards.code import cuts_tiles
+from hub_cards.code import has_own_processor
 from hub_cards.facts import Facts, TrainingStage
 from hub_cards.licences import Licence
 from hub_cards.release import Release
@@ -53,8 +53,6 @@ class Prose:
         datasets: Hub ids of the training data.
         language_model: Where the language model comes from, if it isn't on the Hub.
         vision_encoder: Where the vision encoder comes from, if it isn't on the Hub.
-        benchmarks: The task of each dataset that the Hub registers as a benchmark, by the dataset's Hub id. The
-            dataset's file eval.yaml names the task. Results on these datasets are also written for leaderboards.
     """
 
     summary: str
@@ -66,7 +64,6 @@ class Prose:
     datasets: list[str] = field(default_factory=list)
     language_model: str = ""
     vision_encoder: str = ""
-    benchmarks: dict[str, str] = field(default_factory=dict)
 
 
 def read_prose(path: Path, facts: Facts) -> Prose:
@@ -143,7 +140,7 @@ def render_card(
         parts=list_parts(facts, prose),
         total=format_count(total_weights),
         pictures=describe_pictures(facts),
-        cuts_tiles=cuts_tiles(facts.processor),
+        cuts_tiles=has_own_processor(facts.processor),
         is_plain_llava=facts.is_plain_llava,
         decoder_config=facts.decoder_config,
         dtypes=sorted(facts.weights.dtypes),
@@ -224,7 +221,7 @@ def describe_pictures(facts: Facts) -> str:
     """Sentences on how a picture becomes image tokens."""
     size = facts.config["vision_config"].get("image_size") or NOT_RECORDED
     num_tokens = facts.config.get("image_seq_length") or NOT_RECORDED
-    if not cuts_tiles(facts.processor):
+    if not has_own_processor(facts.processor):
         return f"Pictures of {size} pixels a side become {num_tokens} tokens."
 
     # `image_seq_length` counts the tokens of one tile. transformers calls tiles "patches".
@@ -363,7 +360,7 @@ def describe_source(source: dict[str, Any]) -> str:
     """What a stage took from a source of data, for a cell of a table.
 
     Args:
-        source: The source's entry in `run.json`, with the fields of [`~training.run.Source`].
+        source: The source's entry in `run.json`, with the fields of [`~training.run.SourceRecord`].
     """
     path = source["path"]
     description = f"[{path}](https://huggingface.co/datasets/{path})"

@@ -15,7 +15,9 @@ from common.errors import UserError
 from hub_cards.code import find_auto_maps, list_class_files, needed_auto_maps
 from hub_cards.contents import (
     CARD_FILE,
+    HANDLER_FILE,
     NEEDED_FILES,
+    PIXELS_FILE,
     SETTINGS_FILES,
     is_listed,
     list_release,
@@ -31,9 +33,9 @@ from hub_cards.weights import Weights, read_weights
 TOKEN_PATTERN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 
 # Files that are not searched for tokens and private paths. The vocabulary in tokenizer.json holds all kinds of text,
-# which would raise false alarms. The other files hold no text that a run or a user wrote.
-UNSEARCHED_FILES = ("tokenizer.json", "chat_template.jinja")
-UNSEARCHED_SUFFIXES = (".safetensors", ".png", ".py")
+# which would raise false alarms. Weights and pictures are no text, and are written without metadata.
+UNSEARCHED_FILES = ("tokenizer.json",)
+UNSEARCHED_SUFFIXES = (".safetensors", ".png")
 
 
 def require_no_faults(folder: Path) -> None:
@@ -89,7 +91,7 @@ def find_file_faults(path: Path, folder: Path) -> list[str]:
 
 
 def find_code_faults(folder: Path) -> list[str]:
-    """Why a folder's code may not be published: class files are not this version's, or settings name other code.
+    """Why a folder's code may not be published: a file of code is not this version's, or settings name other code.
 
     Settings name code in an `auto_map`. transformers runs this code when somebody loads the release.
 
@@ -98,10 +100,10 @@ def find_code_faults(folder: Path) -> list[str]:
     """
     faults = []
     auto_maps = needed_auto_maps(read_config(folder), read_processor(folder))
-    for class_file in list_class_files(auto_maps):
-        released_file = folder / class_file.name
-        if not released_file.is_file() or released_file.read_bytes() != class_file.read_bytes():
-            faults.append(f"{class_file.name}: is not this version's file. Delete the folder, and build it again.")
+    for file in (*list_class_files(auto_maps), HANDLER_FILE, PIXELS_FILE):
+        released_file = folder / file.name
+        if not released_file.is_file() or released_file.read_bytes() != file.read_bytes():
+            faults.append(f"{file.name}: is not this version's file. Delete the folder, and build it again.")
 
     for name in SETTINGS_FILES:
         if (folder / name).is_file():

@@ -19,8 +19,8 @@ from modeling_normllava import NormLlavaConfig, NormLlavaProcessor
 PROCESSOR_FILES = ("processor_config.json", "tokenizer_config.json")
 
 
-def cuts_tiles(processor: Mapping[str, Any]) -> bool:
-    """Whether a model's processor cuts pictures into tiles, which only this project's own processor does.
+def has_own_processor(processor: Mapping[str, Any]) -> bool:
+    """Whether a model's processor is of this project's own class, which cuts pictures into tiles.
 
     Args:
         processor: The content of processor_config.json.
@@ -43,7 +43,7 @@ def needed_auto_maps(config: LlavaConfig, processor: Mapping[str, Any]) -> dict[
     # `config` may name another version's class files. A new config names this version's.
     new_config: Any = type(config)()
     auto_maps = {"config.json": new_config.auto_map}
-    if cuts_tiles(processor):
+    if has_own_processor(processor):
         reference = f"processing_normllava.{NormLlavaProcessor.__name__}"
         for name in PROCESSOR_FILES:
             auto_maps[name] = {"AutoProcessor": reference}

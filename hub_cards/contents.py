@@ -51,8 +51,11 @@ CLASS_FOLDER = Path(getfile(modeling_normllava)).parent
 # `pixels.py` turns a picture into RGB. Endpoints and Spaces get a copy, so that they read pictures as training does.
 PIXELS_FILE = Path(getfile(pixels))
 
+# Answers the requests of an inference endpoint.
+HANDLER_FILE = ASSETS / "handler.py"
+
 # Files that an inference endpoint needs beside the model.
-SERVING_FILES = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS_FILE)
+SERVING_FILES = (HANDLER_FILE, ASSETS / "requirements.txt", PIXELS_FILE)
 
 # The files that may be published: their paths inside the release folder.
 LISTED_FILES = {
@@ -67,11 +70,9 @@ LISTED_FILES = {
     *(path.name for path in SERVING_FILES),
     *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),  # all class files, but not __init__.py
 }
-# Files that may be published too: weights such as model-00001-of-00002.safetensors, pictures such as
-# images/example1.png, and results on a benchmark such as .eval_results/gsm8k.yaml.
-LISTED_PATTERN = re.compile(
-    r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png|\.eval_results/[A-Za-z0-9][\w.-]*\.yaml"
-)
+# Files that may be published too: weights such as model-00001-of-00002.safetensors, and pictures such as
+# images/example1.png.
+LISTED_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")
 
 
 def list_release(folder: Path) -> list[Path]:

@@ -69,7 +69,7 @@ class TrainingStage:
         arguments: The run's arguments that the card lists, by their names.
         hardware: Number of processes, and the device.
         commit: The commit of the code that trained.
-        sources: The data that the stage was trained on: for each source, the fields of [`~training.run.Source`].
+        sources: The data that the stage was trained on: for each source, the fields of [`~training.run.SourceRecord`].
         start_model: The folder or Hub id of the model that the stage started from.
     """
 
@@ -386,7 +386,8 @@ def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
     """The rows of `evaluation.json`; an empty list if there is no such file.
 
     Raises:
-        UserError: if a row lacks a field, has a value that is not finite, or was measured with other weights.
+        UserError: if a row lacks a field, has a value that is not finite, or was measured with other weights or with
+            weights that it doesn't name.
     """
     if not path.exists():
         return []
@@ -395,6 +396,11 @@ def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
     for number, row in enumerate(rows):
         if not isfinite(row.value):
             raise UserError(f"{path}, row {number}: value is NaN or infinite.")
+        if row.weights is None:
+            raise UserError(
+                f"{path}, row {number}, {row.task}: doesn't say which weights were measured. Measure again, or if "
+                f'they were these, add "weights": "{weights_hash}".'
+            )
         if row.weights != weights_hash:
             raise UserError(
                 f"{path}, row {number}, {row.task}: was measured with other weights. Measure again: {row.command}"

@@ -10,9 +10,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.console import command, new_folder, parse
+
 import torch
 
-from common.console import command, new_folder, parse
 from common.errors import errors_named_after
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,

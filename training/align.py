@@ -52,7 +52,6 @@ def align(
         BadRowError: if a row has no caption, or not exactly one readable picture.
     """
     set_seed(seed)
-    dtype_before = model.dtype
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
 
@@ -68,7 +67,10 @@ def align(
     caption_ids = torch.tensor([id_by_caption[caption] for caption in captions])  # [num_rows]
     directions, vocabulary_mean = embed_captions(model, processor, unique_captions)
 
-    projector = model.model.multi_modal_projector.float()
+    # Only the projector is trained, in float32. Each of its parameters then gets its own dtype back.
+    projector = model.model.multi_modal_projector
+    dtypes = {parameter: parameter.dtype for parameter in projector.parameters()}
+    projector.float()
     some_features = features[:BATCH_SIZE].to(device).float()
     # The norm of image tokens. Without a norm layer, they are scaled back to this norm after training.
     norm_before = mean_norm(projector, some_features)
@@ -99,7 +101,9 @@ def align(
         for parameter in projector.linear_2.parameters():
             parameter.data *= scale
     model.config.projector_aligned = True
-    model.to("cpu", dtype_before)
+    for parameter, dtype in dtypes.items():
+        parameter.data = parameter.data.to(dtype)
+    model.to("cpu")
 
 
 @torch.no_grad()

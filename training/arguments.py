@@ -120,6 +120,7 @@ class TrainingConfig(SFTConfig):
         None, "Processes that open pictures. Default: on a GPU up to 8, a core each; none on a CPU and for streams."
     )
     dataloader_persistent_workers: bool = option(True, "Keep these processes from one epoch to the next.")
+    pad_to_multiple_of: int | None = option(None, "Must stay off: a batch is padded to its longest row.")
     logging_nan_inf_filter: bool = option(False, "Must stay off: a loss that isn't finite ends the run.")
     gradient_checkpointing: bool | None = option(
         None,

@@ -159,17 +159,62 @@ def deal_packed(
     return Batches(deal, args), accumulation_steps
 
 
-def deal_held_out(args: TrainingConfig, num_rows: int) -> Batches:
+def deal_held_out(args: TrainingConfig, rows: Dataset, blank: int, packed_length: int | None) -> Batches:
     """This process's batches of held-out rows.
 
-    The rows keep their order. Each batch has the same rows for any number of processes.
+    The rows keep their order. Each batch has the same rows for any number of processes: at most
+    `per_device_eval_batch_size`, and in a packed run at most as many as fit into a packed row.
+
+    Args:
+        args: The arguments of training.
+        rows: The checked held-out rows.
+        blank: Number of tokens of the blank picture that a packed row without pictures gets.
+        packed_length: The most tokens that a packed row may have; `None` if rows are padded.
+
+    Raises:
+        UserError: if a row is too long for a packed row.
     """
-    batch_size = args.per_device_eval_batch_size
-    batches = []
-    for start in range(0, num_rows, batch_size):
-        end = min(start + batch_size, num_rows)
-        batches.append(list(range(start, end)))
+    packed = PackedLengths(rows, blank)
+    if packed_length is not None and packed.longest > packed_length:
+        raise UserError(
+            f"A held-out row has {packed.longest} tokens, more than packed_length {packed_length} (text alone gets a "
+            f"blank picture of {blank}). Raise packed_length, or leave it out with max_length and bad_rows: skip."
+        )
+
+    batches: list[list[int]] = []
+    for row in range(len(rows)):
+        batch = [*batches[-1], row] if batches else [row]
+        is_full = len(batch) > args.per_device_eval_batch_size
+        if packed_length is not None and packed.length(batch) > packed_length:
+            is_full = True
+        if is_full or not batches:
+            batches.append([row])
+        else:
+            batches[-1] = batch
     return Batches(lambda epoch: batches, args)
+
+
+class PackedLengths:
+    """How long packed rows are.
+
+    Args:
+        rows: The samples, with columns `length` (number of tokens) and `num_tiles`.
+        blank: Number of tokens of the blank picture that a packed row without pictures gets.
+
+    Attributes:
+        longest: The number of tokens of the longest sample alone in a packed row.
+    """
+
+    def __init__(self, rows: Dataset, blank: int) -> None:
+        self._lengths = row_lengths(rows)
+        self._has_images = integer_column(rows, "num_tiles") > 0
+        self._blank = blank
+        self.longest = int(np.where(self._has_images, self._lengths, self._lengths + blank).max())
+
+    def length(self, samples: list[int]) -> int:
+        """The number of tokens of a packed row of these samples."""
+        length = int(self._lengths[samples].sum())
+        return length if self._has_images[samples].any() else length + self._blank
 
 
 def padded_batches(num_rows: int, batch_size: int, num_processes: int, seed: int) -> list[list[int]]:
@@ -205,10 +250,9 @@ def packed_batches(
 
     packed_rows = []
     for samples in np.split(order, step_borders):
-        # An incomplete last step takes fewer passes if otherwise some packed rows would get no sample. It takes at
-        # least one pass, in which some processes may get no sample.
-        num_passes = min(accumulation_steps, len(samples) // num_processes)
-        num_passes = max(num_passes, 1)
+        # An incomplete last step takes no pass in which no process would get a sample. In its last pass some may get
+        # none.
+        num_passes = min(accumulation_steps, math.ceil(len(samples) / num_processes))
 
         lengths_of_step = lengths[samples].tolist()
         for indices in partition_samples(lengths_of_step, num_rows=num_passes * num_processes):
@@ -266,32 +310,27 @@ def plan_packing(
         UserError: if with any number of accumulation steps a packed row is too long.
     """
     lengths = row_lengths(rows)
-    has_images = integer_column(rows, "num_tiles") > 0
-
-    def fits(samples: list[int]) -> bool:
-        length = lengths[samples].sum()
-        if not has_images[samples].any():
-            length += blank
-        return length <= packed_length
+    packed = PackedLengths(rows, blank)
 
     def all_rows_fit(accumulation_steps: int) -> bool:
         for seed in seeds:
             packed_rows = packed_batches(lengths, samples_per_step, num_processes, accumulation_steps, seed)
-            if not all(fits(samples) for samples in packed_rows):
+            if not all(packed.length(samples) <= packed_length for samples in packed_rows):
                 return False
         return True
 
-    # The number of tokens of the longest sample, with the blank picture that a sample without pictures gets.
-    longest = int(np.where(has_images, lengths, lengths + blank).max())
-    if longest <= packed_length:
+    if packed.longest <= packed_length:
         most_steps = samples_per_step // num_processes  # each packed row needs at least one sample
-        for accumulation_steps in range(1, most_steps + 1):
+        # With fewer, the rows of an epoch couldn't hold all of its tokens.
+        num_steps = math.ceil(len(lengths) / samples_per_step)
+        least_steps = math.ceil(lengths.sum() / (num_steps * num_processes * packed_length))
+        for accumulation_steps in range(least_steps, most_steps + 1):
             if all_rows_fit(accumulation_steps):
                 return accumulation_steps
     raise UserError(
         f"The {samples_per_step} samples of a step can't be packed into rows of {packed_length} tokens on "
-        f"{num_processes} processes; the longest has {longest} (text alone gets a blank picture of {blank}). Raise "
-        "packed_length, change global_batch_size, or leave long rows out with max_length and bad_rows: skip."
+        f"{num_processes} processes; the longest has {packed.longest} (text alone gets a blank picture of {blank}). "
+        "Raise packed_length, change global_batch_size, or leave long rows out with max_length and bad_rows: skip."
     )
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from common.console import parse
+
 import yaml
 from trl import TrlParser
 
-from common.console import parse
 from common.errors import UserError
 from training.arguments import RunArguments, TrainingConfig
 from training.refusals import check_arguments

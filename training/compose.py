@@ -14,6 +14,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from common.console import command, new_folder, parse
+
 import numpy as np
 import torch
 from PIL import Image
@@ -27,7 +29,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from common.console import command, new_folder, parse
 from common.errors import UserError, errors_named_after
 from conversations.chat_template import chat_format, find_format, holds_pictures, write_template
 from conversations.loading import load_rows

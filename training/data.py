@@ -16,7 +16,7 @@ from conversations.sources import find_source
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, SourceArguments, TrainingConfig
 from training.batches import data_seed
-from training.run import Source
+from training.run import SourceRecord
 
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ HELD_OUT_BAD_ROWS_FILE = "held_out_bad_rows.jsonl"
 
 def read_rows(
     run_args: RunArguments, args: TrainingConfig, row_tokenizer: RowTokenizer
-) -> tuple[Dataset | IterableDataset, str, list[Source]]:
+) -> tuple[Dataset | IterableDataset, str, list[SourceRecord]]:
     """The rows that a run trains on.
 
     Returns:
@@ -114,8 +114,8 @@ def read_held_out(run_args: RunArguments, args: TrainingConfig, row_tokenizer: R
     config_name = None
     if path == run_args.dataset_name:
         config_name = run_args.dataset_config
-    split = "train"  # the only split of a file, or of a folder without splits
-    if has_splits(path):
+    split = "train"  # the only split of files
+    if has_splits(path):  # a Hub id, or a folder, even one of loose parquet files
         split = str(run_args.dataset_test_split)
 
     entry = SourceArguments(path=path, name=config_name, split=split, image_folder=run_args.eval_image_folder)
@@ -161,9 +161,9 @@ def check_rows(
     return CheckedRows(num_rows=len(rows), good_rows=good_rows, fingerprint=fingerprint)
 
 
-def describe_source(entry: SourceArguments, checked_rows: CheckedRows, num_drawn: int) -> Source:
+def describe_source(entry: SourceArguments, checked_rows: CheckedRows, num_drawn: int) -> SourceRecord:
     """The record of a source from which an epoch takes `num_drawn` rows."""
-    return Source(
+    return SourceRecord(
         path=entry.path,
         name=entry.name,
         split=entry.split,
@@ -176,7 +176,7 @@ def describe_source(entry: SourceArguments, checked_rows: CheckedRows, num_drawn
     )
 
 
-def mixture_fingerprint(sources: list[Source]) -> str:
+def mixture_fingerprint(sources: list[SourceRecord]) -> str:
     """The fingerprint of all rows of a run, a hash of each source's fingerprint and weight."""
     # JSON writes 1 and 1.0 differently, and both are the same weight.
     fingerprints_and_weights = [[source.fingerprint, float(source.weight)] for source in sources]

@@ -175,8 +175,8 @@ class KeyAlignment:
             return
 
         self._tokens = classify(kwargs, self._token_ids)
-        visual = draw_positions(self._tokens.visual)
-        text = draw_positions(self._tokens.text)
+        visual = draw_tokens(self._tokens.visual)
+        text = draw_tokens(self._tokens.text)
         self._positions = torch.cat([visual, text])
         self._num_visual = len(visual)
 
@@ -310,7 +310,7 @@ def find_key_norm(attention: Any) -> Any:
     return None
 
 
-def draw_positions(mask: torch.Tensor) -> torch.Tensor:
+def draw_tokens(mask: torch.Tensor) -> torch.Tensor:
     """Random positions at which a flattened mask is true, at most `MAX_TOKENS` of them."""
     positions = mask.flatten().nonzero()[:, 0]
     order = torch.randperm(len(positions), device=positions.device)

@@ -11,12 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. `common.console` silences the warning, and so
-# is imported first.
 from common.console import command, new_folder, parse
-
-
-# isort: split
 
 import torch
 from peft import PeftConfig, PeftModel

@@ -14,12 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-# PEFT imports bitsandbytes, which may warn of kernels that a CPU lacks. `common.console` silences the warning, and so
-# is imported first.
 from common.console import command
-
-
-# isort: split
 
 import torch
 from torch import nn

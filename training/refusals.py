@@ -6,12 +6,11 @@ each check states its rule. The check raises a `UserError` if the rule is broken
 
 import math
 import os
+from dataclasses import MISSING, fields
 from enum import Enum
-from typing import Any
 
 from transformers import BaseImageProcessor
 from transformers.integrations import get_available_reporting_integrations
-from trl import ModelConfig
 
 from common.errors import UserError
 from conversations.tiles import cuts_tiles
@@ -19,31 +18,78 @@ from training.arguments import RunArguments, TrainingConfig
 from training.stages import Stage
 
 
-# Fields of TRL and transformers that must keep one value: the field, the value, and the reason.
-FIXED_FIELDS: dict[str, tuple[Any, str]] = {
-    "use_peft": (False, "give stage 'adapt' to train adapters"),
-    "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
-    "lora_modules_to_save": (None, "besides the adapters, projector and norm are trained"),
-    "load_in_8bit": (False, "only load_in_4bit is supported"),
-    "bnb_4bit_quant_storage": (None, "4-bit weights are stored in bytes"),
-    "completion_only_loss": (None, "what the assistant says is supervised, and nothing else"),
-    "dtype": (ModelConfig.dtype, "trained weights are float32, and frozen ones bfloat16 where bf16 is true"),
-    "logging_strategy": ("steps", "norms are measured in every step that is a multiple of logging_steps"),
-    "train_sampling_strategy": ("random", "each epoch shuffles the rows"),
-    "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
-    "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
-    "label_smoothing_factor": (0.0, "the loss is the cross entropy of the supervised tokens"),
-    "include_num_input_tokens_seen": ("no", "num_tokens is always logged, without padding"),
-    "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
-    "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
-    "assistant_only_loss": (False, "only what the assistant says is supervised anyway"),
-    "padding_free": (False, "give packed_length, which packs rows without padding"),
-    "use_liger_kernel": (False, "Liger has no kernels for this model class"),
-    "torch_compile_mode": (None, "layers are compiled in torch's default mode; no other has been tried"),
-    "load_best_model_at_end": (False, "save_strategy 'best' keeps the best checkpoint; take it from its folder"),
-    "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
-    "logging_nan_inf_filter": (False, "it hides a loss that isn't finite, which ends the run"),
-    "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),
+# Fields of TRL and transformers that must keep their default, since nothing here does what they ask for. The reason
+# stands in the error. All other inherited fields are used.
+FIXED_FIELDS = {
+    # The model and its adapters
+    "use_peft": "give stage 'adapt' to train adapters",
+    "lora_target_modules": "adapters go on all linear layers of the decoder's blocks",
+    "lora_target_parameters": "adapters go on all linear layers of the decoder's blocks",
+    "lora_task_type": "the model is always a causal language model",
+    "lora_modules_to_save": "besides the adapters, projector and norm are trained",
+    "load_in_8bit": "only load_in_4bit is supported",
+    "bnb_4bit_quant_storage": "4-bit weights are stored in bytes",
+    "dtype": "trained weights are float32, and frozen ones bfloat16 where bf16 is true",
+    "model_init_kwargs": "the model is loaded by this project's class",
+    "trust_remote_code": "the model is loaded by this project's class",
+    "ignore_bias_buffers": "no decoder that was tried has such buffers",
+    "use_liger_kernel": "Liger has no kernels for this model class",
+    "liger_kernel_config": "Liger has no kernels for this model class",
+    "torch_compile_mode": "layers are compiled in torch's default mode; no other has been tried",
+    "use_cache": "training has no use for a cache",
+    # Rows and batches
+    "chat_template_path": "the chat template comes with the checkpoint; compose writes it",
+    "eos_token": "rows end their turns as the checkpoint's chat template does",
+    "pad_token": "the checkpoint's tokenizer names it",
+    "dataset_text_field": "rows are read from the columns that docs/data.md lists",
+    "dataset_kwargs": "rows are tokenized here, not by TRL",
+    "label_names": "labels are made here from what the assistant says",
+    "completion_only_loss": "what the assistant says is supervised, and nothing else",
+    "assistant_only_loss": "only what the assistant says is supervised anyway",
+    "truncation_mode": "no row is ever cut; max_length refuses longer ones",
+    "pad_to_multiple_of": "a batch is padded to its longest row",
+    "packing": "TRL packs only text; give packed_length to pack rows with pictures",
+    "packing_strategy": "packed_length deals the samples of a step into rows of nearly the same length",
+    "padding_free": "give packed_length, which packs rows without padding",
+    "shuffle_dataset": "each epoch shuffles the rows",
+    "train_sampling_strategy": "each epoch shuffles the rows",
+    "length_column_name": "lengths are measured here",
+    "auto_find_batch_size": "the rows of a step would change; set per_device_train_batch_size",
+    "dataloader_drop_last": "an epoch trains all rows, the last ones in a smaller step",
+    "dataloader_multiprocessing_context": "workers are started as torch does by default",
+    "dataloader_in_order": "batches keep their order, so that a resumed run goes on where it stopped",
+    # The loss and what is logged
+    "label_smoothing_factor": "the loss is the cross entropy of the supervised tokens",
+    "router_aux_loss_coef": "the loss is the cross entropy of the supervised tokens",
+    "average_tokens_across_devices": "every token of a step has the same weight on any device",
+    "logging_strategy": "norms are measured in every step that is a multiple of logging_steps",
+    "logging_nan_inf_filter": "it hides a loss that isn't finite, which ends the run",
+    "include_num_input_tokens_seen": "num_tokens is always logged, without padding",
+    # Evaluation, which is the mean loss of the held-out rows, computed as in training
+    "bf16_full_eval": "held-out rows are evaluated in the arithmetic of training",
+    "fp16_full_eval": "held-out rows are evaluated in the arithmetic of training",
+    "eval_packing": "held-out rows are evaluated as training rows are packed or padded",
+    "prediction_loss_only": "an evaluation gives the loss alone",
+    "eval_do_concat_batches": "an evaluation gives the loss alone",
+    "eval_use_gather_object": "an evaluation gives the loss alone",
+    "eval_accumulation_steps": "an evaluation gives the loss alone",
+    "include_for_metrics": "an evaluation gives the loss alone",
+    "batch_eval_metrics": "an evaluation gives the loss alone",
+    # Checkpoints and the Hub
+    "enable_jit_checkpoint": "it saves in the middle of a step; resume from the last checkpoint",
+    "load_best_model_at_end": "save_strategy 'best' keeps the best checkpoint; take it from its folder",
+    "save_on_each_node": "all nodes need the run's folder on a disk that they share",
+    "push_to_hub": "it would upload training_args.bin, which holds your token; release with hub_cards",
+    "hub_token": "nothing is pushed in training; release with hub_cards",
+    "hub_private_repo": "nothing is pushed in training; release with hub_cards",
+    "hub_model_id": "nothing is pushed in training; release with hub_cards",
+    "hub_strategy": "nothing is pushed in training; release with hub_cards",
+    "hub_always_push": "nothing is pushed in training; release with hub_cards",
+    "hub_revision": "nothing is pushed in training; release with hub_cards",
+    # What the command does
+    "do_train": "training/sft.py always trains",
+    "do_predict": "training/sft.py only trains, and evaluates on eval_dataset_name",
+    "parallelism_config": "only FSDP2 shards the model, by training/accelerate/fsdp2.yaml",
 }
 # Fields that must be `None`, or 1 or more.
 COUNT_FIELDS = (
@@ -106,17 +152,17 @@ def check_required(run_args: RunArguments) -> None:
 
 
 def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
-    """The fields in `FIXED_FIELDS` keep their value."""
-    all_fields = {**vars(args), **vars(run_args)}
-    for name, (allowed, reason) in FIXED_FIELDS.items():
-        if name not in all_fields:  # this version of transformers or TRL doesn't have the field
-            continue
-
-        value = all_fields[name]
-        if value != allowed:
-            if isinstance(value, Enum):  # transformers turns the strings of some fields into enums
-                value = value.value
-            raise UserError(f"{name} must stay {allowed!r}, got {value!r}: {reason}.")
+    """The fields in `FIXED_FIELDS` keep their default."""
+    for arguments in (run_args, args):
+        for field in fields(arguments):
+            if field.name not in FIXED_FIELDS:
+                continue
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            value = getattr(arguments, field.name)
+            if value != default:
+                if isinstance(value, Enum):  # transformers turns the strings of some fields into enums
+                    value = value.value
+                raise UserError(f"{field.name} must stay {default!r}, got {value!r}: {FIXED_FIELDS[field.name]}.")
 
 
 def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:

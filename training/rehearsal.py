@@ -1,4 +1,4 @@
-"""Rehearses the largest batches before the first step, so that a run that needs too much memory fails at once."""
+"""Rehearses the largest batches of the first epoch, so that a run that needs too much memory fails early."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -36,7 +36,7 @@ COMPARED_ARGUMENTS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceRecord:
     """The record of a source of rows. `path`, `name`, `split` and `weight` are as the recipe gives them."""
 
     path: str
@@ -81,7 +81,7 @@ class Run:
     recipe: str | None
     """Path of the recipe; `None` if all fields were given on the command line."""
     environment: Environment
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceRecord, ...] = ()
     """The records of the sources of rows; empty for a stream."""
     start_weights: str | None = None
     """The fingerprint of the weights of the model that the run started from; `None` if it has no safetensors files."""
@@ -113,7 +113,7 @@ def describe_run(
     data: str,
     environment: Environment,
     recipe: str | None = None,
-    sources: Sequence[Source] = (),
+    sources: Sequence[SourceRecord] = (),
 ) -> Run:
     """The record of a run that is about to start.
 

@@ -22,9 +22,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from common.console import command
+
 import torch
 
-from common.console import command
 from common.errors import UserError
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
@@ -145,7 +146,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         stream = StreamBatches(rows, check, collate, is_local, run_args.bad_rows, args)
     eval_sampler = None
     if held_out is not None:
-        eval_sampler = deal_held_out(args, len(held_out))
+        eval_sampler = deal_held_out(args, held_out, row_tokenizer.tokens_per_tile, run_args.packed_length)
 
     # Make the record of the run. If the run is resumed, the record must agree with the checkpoint's.
     environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)

@@ -135,6 +135,10 @@ class NormLlavaTrainer(SFTTrainer):
         # reads each weight once.
         self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
+        # Where a run clips nothing, Trainer wouldn't call `_clip_grad_norm`, which also watches the gradient.
+        if not self.args.max_grad_norm:
+            self.args.max_grad_norm = math.inf
+
         if stream is not None:
             self.args.ignore_data_skip = True  # a resumed stream itself goes on at the row where it stopped
 
@@ -187,8 +191,8 @@ class NormLlavaTrainer(SFTTrainer):
     ) -> tuple[nn.Module, DataLoader]:
         """Compile the layers if the run asks for it, and rehearse the largest batches.
 
-        Both must come after a resumed run has loaded its checkpoint and before the first step, where Trainer calls no
-        callback.
+        Both must come after a resumed run has loaded its checkpoint and before the first step. There Trainer calls the
+        callbacks' `on_train_begin`, which gets neither the batches nor the model that accelerate has prepared.
         """
         # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)

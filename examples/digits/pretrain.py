@@ -16,11 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-# This import comes first to silence bitsandbytes, which PEFT imports, and which may warn of kernels that a CPU lacks.
 from common.console import command, parse
-
-
-# isort: split
 
 import torch
 from sklearn.datasets import load_digits

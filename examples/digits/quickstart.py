@@ -11,10 +11,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.console import command, parse
+
 import torch
 import yaml
 
-from common.console import command, parse
 from examples.steps import ROOT, Step, run_steps
 
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
+from common.console import command, parse
+
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from common.console import command, parse
 from diagnostics import measure
 from diagnostics.answers import Prompt, answer_prompts, make_prompt
 from diagnostics.loading import load_model

@@ -17,10 +17,11 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.console import command, parse
+
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from common.console import command, parse
 from common.errors import UserError
 from diagnostics.answers import answer_prompts
 from examples.digits.quickstart import RUN, training_command

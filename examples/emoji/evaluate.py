@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.console import command, parse
+
 import numpy as np
 import pandas as pd
 import torch
@@ -34,7 +36,6 @@ from transformers import (
     AutoTokenizer,
 )
 
-from common.console import command, parse
 from diagnostics.answers import answer_prompts, encode_prompts, likeliest, make_prompt, read_prompt
 from examples.emoji.parts import RUN
 from examples.emoji.pictures import ASK_GROUP, ASK_NAME, ASK_WHETHER_THERE, HELD_OUT, Record, choose_other_name

@@ -15,6 +15,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.console import command, parse
+
 import onnx
 import torch
 from onnx import numpy_helper
@@ -28,7 +30,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from common.console import command, parse
 from common.errors import UserError
 
 

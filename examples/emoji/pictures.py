@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.console import command, parse
+
 import torch
 from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.console import command, parse
 from common.errors import UserError
 from conversations.chat_template import chat_template
 from conversations.rows import IMAGE_MARK

@@ -12,10 +12,11 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
+from common.console import command, parse
+
 import torch
 from torch.utils.benchmark import Timer
 
-from common.console import command, parse
 from examples.emoji.parts import RUN
 from examples.steps import Step, run_steps
 

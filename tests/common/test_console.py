@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from common.console import command, parse
+
 import pytest
 
-from common.console import command, parse
 from common.errors import UserError
 from common.files import folder_or_id
 from common.records import read_record

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard, parse_eval_result_entries
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -275,43 +275,6 @@ def test_commands_on_the_card_are_not_escaped(run: Path, build_card: Callable[..
     assert "Commands: `python evaluate.py < rows.json | tee log`." in build_card(run, **OWN_LICENCE)
 
 
-@pytest.fixture
-def run_with_benchmarks(run: Path) -> Path:
-    """The run, with results on its own rows, on a registered benchmark, and on a dataset that may be registered."""
-    (row,) = json.loads((run / "evaluation.json").read_text())
-    gsm8k = row | {
-        "dataset": "openai/gsm8k, main",
-        "harness": "lm-eval 0.4.13",
-        "choice": "8 shots",
-        "value": 0.4125,
-    }
-    mmstar = row | {"dataset": "Lin-Chen/MMStar", "value": 41.25}
-    (run / "evaluation.json").write_text(json.dumps([row, gsm8k, mmstar]))
-    return run
-
-
-def test_results_on_registered_benchmarks_are_written_for_the_hubs_leaderboards(
-    run_with_benchmarks: Path, build_card: Callable[..., str], prose: Path, tmp_path: Path
-) -> None:
-    card = build_card(run_with_benchmarks, **OWN_LICENCE)
-    folder = tmp_path / "release" / ".eval_results"
-    assert [path.name for path in folder.iterdir()] == ["gsm8k.yaml"]
-    (entry,) = parse_eval_result_entries(yaml.safe_load((folder / "gsm8k.yaml").read_text()))
-    assert (entry.dataset_id, entry.task_id) == ("openai/gsm8k", "gsm8k")
-    assert entry.value == 41.25  # the harness's 0.4125 in percent
-    assert entry.notes == "exact_match; test; 8 shots; lm-eval 0.4.13"
-    assert len(ModelCard(card).data.eval_results) == 3  # all results stay in the card's metadata
-
-    # The card's prose can say that a dataset is registered.
-    benchmarks = {"Lin-Chen/MMStar": "mmstar"}
-    (tmp_path / "card.yaml").write_text(prose.read_text() + yaml.safe_dump({"benchmarks": benchmarks}))
-    build_card(run_with_benchmarks, prose=tmp_path / "card.yaml", **OWN_LICENCE)
-    assert sorted(path.name for path in folder.iterdir()) == ["MMStar.yaml", "gsm8k.yaml"]
-    (entry,) = parse_eval_result_entries(yaml.safe_load((folder / "MMStar.yaml").read_text()))
-    assert (entry.dataset_id, entry.task_id) == ("Lin-Chen/MMStar", "mmstar")
-    assert entry.value == 41.25  # as the run records it, since no harness measured it
-
-
 def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
     split_weights(run)
     (run / "evaluation.json").unlink()  # a build refuses results that were measured with other weight files
@@ -421,7 +384,8 @@ def test_a_result_that_is_not_finite_is_refused(run: Path) -> None:
 def test_a_result_that_names_no_weights_is_refused(run: Path) -> None:
     (result,) = json.loads((run / "evaluation.json").read_text())
     (run / "evaluation.json").write_text(json.dumps([result | {"weights": None}]))
-    with pytest.raises(ValueError, match=r"row 0, Visual .* with other weights. Measure again: python evaluate.py"):
+    message = f'row 0, Visual .* doesn\'t say which weights .* add "weights": "{weights_fingerprint(run)}"'
+    with pytest.raises(ValueError, match=message):
         collect_facts(run)
 
 

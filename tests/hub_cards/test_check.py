@@ -73,6 +73,9 @@ FAULTS: dict[str, tuple[FolderChange, str]] = {
         "no release.json: it is no release, or an earlier version",
     ),
     "a token": (append_text(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
+    "a token in the handler": (append_text("handler.py", f"\n# {SECRET}\n"), "handler.py: holds a Hugging Face token"),
+    "an edited handler": (append_text("handler.py", "\n"), "handler.py: is not this version's file"),
+    "no pixels.py": (delete_file("pixels.py"), "pixels.py: is not this version's file"),
     "a path in a config": (
         set_fields(CONFIG, note=f"{HOME}/run"),
         rf"config.json: holds a path of your home folder, {re.escape(HOME)}/",

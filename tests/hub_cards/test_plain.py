@@ -13,7 +13,6 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.dataclasses import strict
 from PIL import Image
 from safetensors.torch import load_file
-from starlette.testclient import TestClient
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from hub_cards.build import BuildOptions, build_release
@@ -22,7 +21,6 @@ from hub_cards.contents import read_json, read_processor
 from hub_cards.facts import read_normllava_config
 from hub_cards.plain import added_fields, is_plain_llava
 from hub_cards.push import push_release
-from hub_cards.serve import build_app
 from hub_cards.verify import verify_release
 from hub_server import REPO_ID, HubServer
 from local_server import make_data_url, make_messages, serve
@@ -215,17 +213,6 @@ def test_llavas_class_gives_the_logits_of_the_run(
     expected_logits, expected_answer = expected
     assert torch.equal(logits, expected_logits)
     assert answer == expected_answer
-
-
-def test_the_server_gives_the_runs_answer(
-    release: Path, red_picture: Image.Image, expected: tuple[torch.Tensor, str]
-) -> None:
-    messages = make_messages(make_data_url(red_picture), QUESTION)
-    request = {"model": str(release), "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
-    with TestClient(build_app(str(release), "main")) as client:
-        response = client.post("/v1/chat/completions", json=request)
-    _, answer = expected
-    assert response.json()["choices"][0]["message"]["content"].strip() == answer
 
 
 @pytest.mark.slow

@@ -1,26 +1,18 @@
-"""What a release folder answers and refuses behind an inference endpoint and behind `hub_cards serve`."""
+"""What a release folder answers and refuses behind an inference endpoint."""
 
 import base64
 import importlib.util
 import io
 import runpy
-import socket
-import sys
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
-import uvicorn
 from PIL import Image
 from transformers import pipeline
 
 from conversations.pictures import open_images
-from hub_cards.__main__ import main as run_hub_cards
-from local_server import find_free_port, make_messages, serve
 
 
 ROOT = Path(__file__).parents[2]
@@ -167,122 +159,3 @@ REFUSED_REQUESTS: dict[str, dict[str, Any]] = {
 def test_the_handler_refuses_a_request(request_data: dict[str, Any], message: str, handler: Any) -> None:
     with pytest.raises(ValueError, match=message):
         handler(request_data)
-
-
-@pytest.fixture(scope="module")
-def client(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An OpenAI client that asks `hub_cards serve`, which serves the release in a process of its own."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "hub_cards", "serve", release]
-    with serve(command, ROOT, log) as openai_client:
-        yield openai_client
-
-
-# The picture about which the server and the handler are asked.
-PICTURE_URL = f"data:image/png;base64,{encode_picture()}"
-
-
-@pytest.fixture(scope="module")
-def handler_answer(handler: Any) -> str:
-    """The endpoint's greedy answer about the picture, of at most four tokens."""
-    return handler(make_request(encode_picture(), max_new_tokens=4))["generated_text"]
-
-
-def test_chat_completions_answer_as_the_handler_does(client: Any, release: Path, handler_answer: str) -> None:
-    completion = client.chat.completions.create(
-        model=str(release), messages=make_messages(PICTURE_URL), max_tokens=4, temperature=0
-    )
-    assert completion.choices[0].message.content.strip() == handler_answer
-
-
-def test_a_stream_of_chat_completions_answers_as_the_handler_does(
-    client: Any, release: Path, handler_answer: str
-) -> None:
-    chunks = client.chat.completions.create(
-        model=str(release), messages=make_messages(PICTURE_URL), max_tokens=4, temperature=0, stream=True
-    )
-    streamed = ""
-    for chunk in chunks:
-        text = chunk.choices[0].delta.content
-        if text is not None:
-            streamed += text
-
-    # An answer that is cut off may end with an incomplete character. The handler decodes such a character as U+FFFD,
-    # and a stream omits it.
-    assert streamed.strip() == handler_answer.rstrip("\ufffd")
-
-
-def test_the_responses_route_answers_as_the_handler_does(client: Any, release: Path, handler_answer: str) -> None:
-    content = [{"type": "input_image", "image_url": PICTURE_URL}, {"type": "input_text", "text": "what is it?"}]
-    response = client.responses.create(
-        model=str(release), input=[{"role": "user", "content": content}], max_output_tokens=4, temperature=0
-    )
-    assert response.output_text.strip() == handler_answer
-
-
-def test_the_server_names_its_model(client: Any, release: Path) -> None:
-    assert [model.id for model in client.models.list()] == [str(release)]
-    root = str(client.base_url).replace("/v1/", "/")  # `base_url` ends with "/v1/"
-    assert client.get(root, cast_to=object)["model"] == str(release)
-
-
-VIDEO_MESSAGES = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "/etc/passwd"}}]}]
-
-
-@pytest.mark.parametrize(
-    ("request_fields", "message"),
-    [
-        pytest.param(
-            {"extra_body": {"generation_config": '{"max_new_tokens": 1000000}'}},
-            "generation_config: not accepted",
-            id="generation config",
-        ),
-        pytest.param({"model": "me/other"}, "Server is pinned to .*; requested 'me/other'", id="another model"),
-        pytest.param({"messages": make_messages(str(ROOT / "docs/picture.png"))}, "files are not read", id="path"),
-        pytest.param({"messages": VIDEO_MESSAGES}, "only text, and pictures", id="video"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_chat_completions_refuse_a_request(
-    client: Any, release: Path, request_fields: dict[str, Any], message: str, stream: bool
-) -> None:
-    arguments = {"model": str(release), "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
-    arguments.update(request_fields)
-    with pytest.raises(openai.BadRequestError, match=message):
-        client.chat.completions.create(**arguments, stream=stream)
-
-
-def test_the_responses_route_reads_no_files(client: Any, release: Path) -> None:
-    content = [{"type": "input_image", "image_url": "/etc/passwd"}, {"type": "input_text", "text": "what is it?"}]
-    with pytest.raises(openai.BadRequestError, match="files are not read"):
-        client.responses.create(model=str(release), input=[{"role": "user", "content": content}])
-
-
-@pytest.mark.parametrize("route", ["/load_model", "/v1/completions", "/v1/audio/transcriptions"])
-def test_routes_that_load_models_or_read_files_are_taken_out(client: Any, route: str) -> None:
-    url = str(client.base_url).replace("/v1/", route)  # `base_url` ends with "/v1/"
-    with pytest.raises(openai.NotFoundError, match="Not Found"):
-        client.post(url, body={"model": "me/other"}, cast_to=object)
-
-
-def test_pages_of_other_sites_may_not_read_answers(client: Any) -> None:
-    """A browser lets a page of another site read an answer only if the header below allows the site."""
-    request = urllib.request.Request(f"{client.base_url}models", headers={"Origin": "https://evil.example"})
-    assert "access-control-allow-origin" not in urllib.request.urlopen(request).headers
-
-
-def test_the_server_listens_on_the_loopback_interface_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The options are recorded, and no server is started.
-    server_options: dict[str, Any] = {}
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: server_options.update(options))
-    monkeypatch.setattr("hub_cards.serve.build_app", lambda *args: None)
-    port = find_free_port()
-    run_hub_cards(["serve", "me/x", "--port", str(port)])
-    assert server_options == {"host": "127.0.0.1", "port": port}
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken_socket:
-        _, port = taken_socket.getsockname()
-        with pytest.raises(SystemExit, match=rf"^error: --port {port} can't be used \(.*Address already in use"):
-            run_hub_cards(["serve", "me/x", "--port", str(port)])

@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from starlette.testclient import TestClient
 from transformers import AutoProcessor
 
 from hub_cards.build import BuildOptions, build_release
 from hub_cards.check import find_faults
-from hub_cards.serve import build_app
-from local_server import make_data_url, make_messages
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import FolderChange, append_text, delete_file, set_fields
-from stranger_script import NUM_TOKENS, QUESTION, ask_handler
+from stranger_script import ask_handler
 from strangers import ask_as_stranger, ask_here
 
 
@@ -114,17 +111,6 @@ def test_the_handler_gives_the_models_answer(
     wide_picture.save(tmp_path / "picture.png")
     _, answer = expected
     assert ask_handler(release, tmp_path / "picture.png") == answer
-
-
-def test_the_server_gives_the_models_answer(
-    release: Path, wide_picture: Image.Image, expected: tuple[torch.Tensor, str]
-) -> None:
-    messages = make_messages(make_data_url(wide_picture), QUESTION)
-    request = {"model": str(release), "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
-    with TestClient(build_app(str(release), "main")) as client:
-        response = client.post("/v1/chat/completions", json=request)
-    _, answer = expected
-    assert response.json()["choices"][0]["message"]["content"].strip() == answer
 
 
 @pytest.mark.slow

@@ -117,9 +117,14 @@ def test_a_model_that_was_saved_is_aligned_in_its_dtype(
     model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder(), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "saved")
     processor = AutoProcessor.from_pretrained(make_model_folder())
+    buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     align(model, processor, load_rows(str(captions)), seed=0, steps=1)
     assert model.model.multi_modal_projector.linear_1.weight.dtype == torch.bfloat16
     assert model.model.multi_modal_projector.norm.weight.dtype == torch.float32  # the class keeps the norm in float32
+    # The frequencies of rotary positions are float32 in any model. In bfloat16, later positions would run together.
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == buffers_before[name].dtype, name
+        assert torch.equal(buffer, buffers_before[name]), name
 
 
 def test_the_caption_is_the_first_answer_that_is_not_blank() -> None:

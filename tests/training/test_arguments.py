@@ -1,5 +1,6 @@
 """Reading a run's arguments: wrong recipes are refused with a message that names the field, right recipes are read."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from script_runs import FAST, INSTRUCT, PACKED, ROOT
 from training import sft
 from training.arguments import RunArguments, SourceArguments, TrainingConfig, default_num_workers
 from training.command_line import parse_arguments
-from training.refusals import check_arguments
+from training.refusals import FIXED_FIELDS, check_arguments
 from training.run import describe_environment, describe_run
 
 
@@ -131,6 +132,55 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_recipe_is_refused(recipe: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_arguments(change_recipe(recipe, **changes))
+
+
+# The fields of TRL and transformers that a run uses, so that they may be changed.
+USED_FIELDS = frozenset(
+    """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading adam_beta1
+    adam_beta2 adam_epsilon bnb_4bit_quant_type data_seed dataloader_pin_memory dataloader_prefetch_factor
+    dataset_config dataset_name dataset_num_proc dataset_streaming dataset_test_split dataset_train_split
+    ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph debug deepspeed disable_tqdm do_eval
+    eval_delay eval_on_start eval_steps eval_strategy fp16 fsdp fsdp_config full_determinism
+    gradient_accumulation_steps gradient_checkpointing_kwargs greater_is_better ignore_data_skip learning_rate
+    load_in_4bit local_rank log_level log_level_replica log_on_each_node logging_first_step logging_steps
+    lora_alpha lora_r loss_type lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
+    metric_for_best_model model_name_or_path model_revision neftune_noise_alpha num_train_epochs optim optim_args
+    optim_target_modules output_dir per_device_eval_batch_size per_device_train_batch_size project report_to
+    restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_only_model save_steps
+    save_strategy save_total_limit seed skip_memory_metrics tf32 torch_compile_backend torch_empty_cache_steps
+    trackio_bucket_id trackio_space_id trackio_static_space_id use_dora use_rslora warmup_steps weight_decay
+    """.split()  # noqa: SIM905 - as a list, each name would take a line
+)
+
+
+def test_every_inherited_field_is_used_or_refused() -> None:
+    """A new version of TRL or transformers may bring fields, which nothing here reads until somebody looks."""
+    names = {field.name for arguments in (RunArguments, TrainingConfig) for field in dataclasses.fields(arguments)}
+    # What the classes declare themselves is this project's own, or has another default or help here.
+    own_names = {*RunArguments.__annotations__, *TrainingConfig.__annotations__}
+    assert names - own_names - set(FIXED_FIELDS) - USED_FIELDS == set()
+    assert USED_FIELDS & set(FIXED_FIELDS) == set()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dataloader_drop_last", True),
+        ("pad_to_multiple_of", 8),
+        ("lora_target_parameters", ["experts"]),
+        ("lora_task_type", "SEQ_CLS"),
+        ("ignore_bias_buffers", True),
+        ("eos_token", "<|im_end|>"),
+        ("bf16_full_eval", True),
+        ("include_for_metrics", ["inputs"]),
+        ("hub_strategy", "end"),
+        ("trust_remote_code", True),
+    ],
+)
+def test_a_field_that_nothing_reads_is_refused(recipe: Path, field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"^{field} must stay .*, got .*{FIXED_FIELDS[field]}"):
+        sft.main(change_recipe(recipe, **{field: value}))
 
 
 @pytest.mark.parametrize(("name", "value"), [("stage", "both"), ("bf16", "maybe"), ("learning_rate", True)])

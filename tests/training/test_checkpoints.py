@@ -203,8 +203,9 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_written(
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == ""
 
 
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
 def test_a_gradient_that_is_not_finite_stops_the_run(
-    finished_fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_grad_norm: float
 ) -> None:
     original_training_step = SFTTrainer.training_step
 
@@ -215,7 +216,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
 
     monkeypatch.setattr(SFTTrainer, "training_step", training_step_with_inf)
     with pytest.raises(UserError, match="The loss or the gradient's norm was not finite in one of the steps 1 to 2;"):
-        run(tmp_path, **{**finished_fields, "output_dir": str(tmp_path / "out")})
+        run(tmp_path, **{**finished_fields, "output_dir": str(tmp_path / "out"), "max_grad_norm": max_grad_norm})
 
 
 def test_the_optimizer_holds_the_trained_parameters_and_decays_no_norms_and_biases(

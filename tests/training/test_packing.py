@@ -6,6 +6,7 @@ A packed row joins several rows of the data, which are called its samples.
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,11 @@ from transformers import (
 )
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
+from common.errors import UserError
 from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import collate
-from training.batches import packed_batches, plan_packing, require_separate_samples
+from training.batches import deal_held_out, packed_batches, plan_packing, require_separate_samples
 from training.collator import VisionLanguageCollator
 from training.monitor import InterfaceMonitor
 
@@ -237,6 +239,36 @@ def test_a_step_whose_samples_do_not_fit_is_refused() -> None:
     sizes = Dataset.from_dict({"length": [500] * 9, "num_tiles": [0] * 9})
     with pytest.raises(ValueError, match="samples of a step can't be packed into rows of 800 tokens on 3 process"):
         plan_packing(sizes, blank=0, samples_per_step=4, num_processes=3, seeds=[42], packed_length=800)
+
+
+def test_a_last_short_step_takes_as_many_passes_as_it_needs() -> None:
+    """Four samples make a step of two passes on two processes. The last three need two passes as well."""
+    sizes = Dataset.from_dict({"length": [700] * 7, "num_tiles": [1] * 7})
+    options = {"samples_per_step": 4, "num_processes": 2}
+    accumulation_steps = plan_packing(sizes, blank=0, **options, seeds=[42], packed_length=800)
+    assert accumulation_steps == 2
+    rows = packed_batches(np.array(sizes["length"]), **options, accumulation_steps=accumulation_steps, seed=42)
+    assert [len(row) for row in rows] == [1, 1, 1, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("packed_length", "num_rows"), [(None, [3, 3, 1]), (100, [2, 1, 1, 3])])
+def test_held_out_rows_are_packed_into_rows_of_the_packed_length(
+    packed_length: int | None, num_rows: list[int]
+) -> None:
+    sizes = Dataset.from_dict({"length": [40, 60, 85, 90, 10, 20, 30], "num_tiles": [0, 1, 0, 1, 0, 0, 1]})
+    args: Any = SimpleNamespace(per_device_eval_batch_size=3, world_size=1, process_index=0)
+    batches = list(deal_held_out(args, sizes, blank=10, packed_length=packed_length))
+    assert [len(batch) for batch in batches] == num_rows
+    assert [row for batch in batches for row in batch] == list(range(7))
+    if packed_length is not None:
+        assert all(packed_row_length(sizes, batch, blank=10) <= packed_length for batch in batches)
+
+
+def test_a_held_out_row_that_is_too_long_to_be_packed_is_refused() -> None:
+    sizes = Dataset.from_dict({"length": [40, 95], "num_tiles": [1, 0]})
+    args: Any = SimpleNamespace(per_device_eval_batch_size=3)
+    with pytest.raises(UserError, match="held-out row has 105 tokens, more than packed_length 100"):
+        deal_held_out(args, sizes, blank=10, packed_length=100)
 
 
 def test_a_packed_row_without_pictures_leaves_room_for_the_blank_picture(

@@ -23,6 +23,7 @@ from threading import Event, Lock
 from typing import Any
 
 from common.console import command, parse
+
 from common.errors import UserError
 from examples.emoji.parts import RUN
 from examples.emoji.study.analysis import report

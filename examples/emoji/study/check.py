@@ -17,12 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from common.console import command, parse
+
 import pandas as pd
 import torch
 from torch import nn
 from transformers import AutoProcessor
 
-from common.console import command, parse
 from examples.emoji.parts import RUN
 from examples.emoji.study.cells import Arm
 from examples.emoji.study.measures import PRIMARY, drawings_by, image_tokens, measure_tokens

@@ -8,9 +8,10 @@ By the status the study tells a bad result, which counts, from a crash, which is
 import logging
 import sys
 
+from common.console import command
+
 import torch
 
-from common.console import command
 from training import sft
 from training.finite import NotFiniteError
 

@@ -32,12 +32,10 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = 100
 # The number of rows whose pictures' paths are in memory at a time.
 PATHS_BATCH_SIZE = 1000
-# The columns that `tokenize_rows` returns. `conversations` holds the turns as JSON text. `RowTokenizer` describes
-# `input_ids` to `length`, and `_checksum` describes `checksum`. A good row's `problem` is "". A bad row has only a
-# `problem`; its other columns are null.
+# The columns that `tokenize_rows` returns. `RowTokenizer` describes `input_ids` to `length`, and `_checksum` describes
+# `checksum`. A good row's `problem` is "". A bad row has only a `problem`; its other columns are null.
 FEATURES = Features(
     {
-        "conversations": Value("string"),
         "input_ids": List(Value("int32")),
         "labels": List(Value("int32")),
         "tiles_per_image": List(Value("int32")),
@@ -207,7 +205,6 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
     """
     try:
         image_sizes = content_check.result()  # raises what the call raised
-        conversations = json.dumps(row_turns(row), default=str)
         tokens = check.tokenize(row, image_sizes)
     except BadRowError as error:
         # An error of the operating system has an `errno`. The error that a broken picture raises has none.
@@ -218,11 +215,10 @@ def _tokens_or_problem(row: Row, content_check: Future[list[tuple[int, int]] | N
         bad_row["problem"] = error.problem
         return bad_row
 
-    checksum = _checksum(row, conversations)
-    return tokens | {"conversations": conversations, "checksum": checksum, "problem": ""}
+    return tokens | {"checksum": _checksum(row), "problem": ""}
 
 
-def _checksum(row: Row, conversations: str) -> int:
+def _checksum(row: Row) -> int:
     """A checksum of a row's conversation and of its pictures' names and sizes.
 
     If the image folder is moved, the checksum stays the same.
@@ -235,12 +231,17 @@ def _checksum(row: Row, conversations: str) -> int:
         else:
             relative_path = path.removeprefix(row["image_folder"])
             names_and_sizes.append((relative_path, os.path.getsize(path)))
+    conversations = json.dumps(row_turns(row), default=str)
     content = json.dumps([conversations, names_and_sizes])
     return zlib.crc32(content.encode())
 
 
 def keep_good_rows(
-    dataset: Dataset, tokens: Dataset, bad_rows: Literal["error", "skip"], report_file: Path | None
+    dataset: Dataset,
+    tokens: Dataset,
+    bad_rows: Literal["error", "skip"],
+    report_file: Path | None,
+    keeps_turns: bool = False,
 ) -> tuple[Dataset, str]:
     """Join the good rows with their tokens, and refuse or leave out the bad rows.
 
@@ -249,6 +250,8 @@ def keep_good_rows(
         tokens: The result of `tokenize_rows` for these rows.
         bad_rows: `"error"` refuses the dataset if there is a bad row, `"skip"` leaves bad rows out.
         report_file: A file of JSON lines, to which the bad rows that are left out are added; `None` for no file.
+        keeps_turns: Whether the rows keep their column `conversations`. Training needs the tokens alone, and rows of
+            several sources, whose turns may be stored in different types, are joined only without it.
 
     Returns:
         The good rows with their tokens, and a fingerprint of their content.
@@ -264,9 +267,9 @@ def keep_good_rows(
         if report_file is not None:
             _report_bad_rows(problems, len(dataset), report_file)
 
-    # The turns are taken from `tokens`, where all have the same form. Good rows have no `problem`.
-    unneeded_columns = [name for name in ("conversations", "problem") if name in dataset.column_names]
-    good = _join(dataset.remove_columns(unneeded_columns), tokens.remove_columns("problem"))
+    unneeded_columns = {"problem"} if keeps_turns else {"problem", "conversations"}
+    unneeded_columns &= set(dataset.column_names)
+    good = _join(dataset.remove_columns(list(unneeded_columns)), tokens.remove_columns("problem"))
     if is_bad.any():
         good = good.select(np.flatnonzero(~is_bad))
 

@@ -119,7 +119,7 @@ def read_held_out(run_args: RunArguments, args: TrainingConfig, row_tokenizer: R
         split = str(run_args.dataset_test_split)
 
     entry = SourceArguments(path=path, name=config_name, split=split, image_folder=run_args.eval_image_folder)
-    return check_rows(run_args, args, row_tokenizer, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
+    return check_rows(run_args, args, row_tokenizer, entry, HELD_OUT_BAD_ROWS_FILE, keeps_turns=True).good_rows
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,12 @@ def check_rows(
     row_tokenizer: RowTokenizer,
     entry: SourceArguments,
     bad_rows_file: str,
+    keeps_turns: bool = False,
 ) -> CheckedRows:
     """Read and check a source's rows.
 
-    Bad rows that are left out are added to the list in the file `bad_rows_file` of `output_dir`.
+    Bad rows that are left out are added to the list in the file `bad_rows_file` of `output_dir`. `keeps_turns` is as
+    in [`keep_good_rows`].
 
     Raises:
         UserError: if the rows can't be loaded, or if a row is bad and `bad_rows` is `"error"`.
@@ -157,7 +159,7 @@ def check_rows(
     list_path = None  # only the main process writes the list
     if args.process_index == 0:
         list_path = Path(args.output_dir, bad_rows_file)
-    good_rows, fingerprint = keep_good_rows(rows, tokens, run_args.bad_rows, list_path)
+    good_rows, fingerprint = keep_good_rows(rows, tokens, run_args.bad_rows, list_path, keeps_turns)
     return CheckedRows(num_rows=len(rows), good_rows=good_rows, fingerprint=fingerprint)
 
 

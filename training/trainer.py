@@ -47,7 +47,6 @@ from training.compiling import compile_layers
 from training.finite import FiniteWatch
 from training.key_alignment import KeyAlignment
 from training.loss import gradient_alone, head_at_positions, supervised_tokens
-from training.module_walks import no_module_walks
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
 from training.rehearsal import largest_batch, rehearsal
 from training.run import Run
@@ -324,8 +323,7 @@ class NormLlavaTrainer(SFTTrainer):
 
         self.control.should_training_stop = self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            with no_module_walks(model, self.optimizer):
-                super()._run_epoch(model=model, epoch=epoch, **kwargs)
+            super()._run_epoch(model=model, epoch=epoch, **kwargs)
 
     @override
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:

@@ -27,7 +27,7 @@ $(VENV)/installed-to-use: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed: $(VENV)/installed-to-use
-	$(PIP_INSTALL) --editable ".[dev]"
+	$(PIP_INSTALL) --editable ".[dev,examples]"
 	touch $@
 
 # For `python -m evaluation`. lmms-eval asks for torchvision and does without it too; PyPI's is built for CUDA, and

@@ -172,7 +172,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
 
 def check_names(run: Path, options: BuildOptions) -> None:
     """Raises `UserError` if `run` is a release folder, or the name of the repository or the tag is not valid."""
-    # Every release folder has this file, also those of earlier versions. No run has it.
+    # Every release folder has this file, and no run has it.
     if (run / "handler.py").exists():
         raise UserError(f"{run} is a release: give the run that it was built from, and its folder as --output_dir.")
     if not is_hub_id(options.repo_id):

@@ -1,7 +1,7 @@
 """Read the model card's facts from a run's folder: weights, config, records of training, evaluation and diagnostics.
 
 A fact that no file holds is `None`, and the card shows it as "not recorded". `run.json` is read without a schema,
-because a `run.json` that another version wrote may lack fields.
+because the card can do without any of its fields.
 """
 
 import json
@@ -415,7 +415,7 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
         The values as text; `None` if there is no report.
 
     Raises:
-        UserError: if the report is about several models, other weights or quantized weights, or is another version's.
+        UserError: if the report is about several models, other weights or quantized weights, or lacks a field.
     """
     if not path.exists():
         return None
@@ -428,7 +428,7 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
         num_pictures = model["num_pictures"]
         rows = model["summary"]["rows"]
     except (KeyError, IndexError) as error:
-        raise UserError(f"{path}: another version wrote it ({error!r}). {advice}") from error
+        raise UserError(f"{path} can't be read ({error!r}). {advice}") from error
     if len(models) > 1 or is_quantized or model.get("weights") != weights_hash:
         raise UserError(f"{path} is of other weights. {advice}")
 

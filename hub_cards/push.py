@@ -6,7 +6,7 @@ If a push stops, the next push does what is left.
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from common.errors import UserError
@@ -158,17 +158,17 @@ def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
     Raises:
         UserError: if the Hub refuses the card.
     """
-    operations: list[CommitOperationAdd | CommitOperationDelete] = []
-    for path in [*plan.added, *plan.changed]:
-        operations.append(CommitOperationAdd(path, folder / path))
-    for path in plan.deleted:
-        operations.append(CommitOperationDelete(path, is_folder=False))
-    if not operations:
+    if not (plan.added or plan.changed or plan.deleted):
         return plan.head
-
-    message = f"Release {plan.tag}"
     try:
-        commit = api.create_commit(plan.repo_id, operations, commit_message=message, parent_commit=plan.head)
+        commit = api.upload_folder(
+            repo_id=plan.repo_id,
+            folder_path=folder,
+            delete_patterns="*",  # files that only the repository has, but not `HUB_FILES`
+            ignore_patterns="*__pycache__*",
+            commit_message=f"Release {plan.tag}",
+            parent_commit=plan.head,
+        )
     except ValueError as error:  # the client's error if the Hub refuses the card's metadata
         raise UserError(f"The Hub refuses the card {folder / CARD_FILE}: {error}") from error
     return commit.oid

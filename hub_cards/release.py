@@ -35,12 +35,12 @@ def read_release(folder: Path) -> Release:
     """Read `release.json` from a folder.
 
     Raises:
-        UserError: if there is no such file, as in folders that an earlier version built, or if the file can't be read.
+        UserError: if there is no such file, or if it can't be read.
     """
     path = folder / RELEASE_FILE
     if not path.exists():
         raise UserError(
-            f"{folder} holds no {RELEASE_FILE}: it is no release, or an earlier version built it. Delete it, and push "
-            "the run again: python -m hub_cards push <run> --repo_id <owner/name>"
+            f"{folder} holds no {RELEASE_FILE}, so it is no release. Delete it, or give another --output_dir, and "
+            "push the run again: python -m hub_cards push <run> --repo_id <owner/name>"
         )
     return read_record(Release, path)

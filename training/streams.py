@@ -179,17 +179,15 @@ class StreamBatches(IterableDataset):
         """Restore the places that [`write_place`] wrote into a checkpoint.
 
         Raises:
-            UserError: if the places are from another version of this code, or from a run with another number of
-                processes or workers.
+            UserError: if the places are from a run with another number of processes or workers.
         """
         states = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
-        # A file from another version of this code may have no `places`.
-        readers_before = [len(state.get("places", [])) for state in states]
+        readers_before = [len(state["places"]) for state in states]
         readers_now = [len(self.places)] * self.args.world_size
         if readers_before != readers_now:
             raise UserError(
-                f"{checkpoint} is of another version, or of other processes and workers (readers of each: "
-                f"{readers_before}, now {readers_now}): resume as before, or train its model from the stream's start "
+                f"{checkpoint} is of other processes and workers (readers of each: {readers_before}, now "
+                f"{readers_now}): resume as before, or train its model from the stream's start "
                 "with another output_dir."
             )
         own_state = states[self.args.process_index]

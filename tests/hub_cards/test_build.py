@@ -370,7 +370,7 @@ def test_a_report_of_another_version_is_refused(measured_run: Path) -> None:
     model = read_model_entry(measured_run)
     del model["summary"]
     set_fields("diagnostics/report.json", models=[model])(measured_run)
-    with pytest.raises(ValueError, match=r"report.json: another version wrote it .* Run python -m diagnostics"):
+    with pytest.raises(ValueError, match=r"report.json: can't be read .* Run python -m diagnostics"):
         collect_facts(measured_run)
 
 
@@ -405,7 +405,7 @@ def test_the_card_lists_the_stages_in_their_order(run_after_align: Path, build_c
 
 
 def test_the_parent_of_a_model_is_named_and_its_licence_is_asked_for(
-    run: Path, build_card: Callable[..., str]
+    run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
     """The run trained somebody's published model. What its parts allow says nothing of what the parent allows."""
     parts = {"text_model": "Qwen/Qwen2.5-0.5B-Instruct", "vision_model": "google/siglip2-base-patch16-512"}
@@ -413,7 +413,9 @@ def test_the_parent_of_a_model_is_named_and_its_licence_is_asked_for(
     with pytest.raises(ValueError, match="The licence of someone/NC-NormLlava is not known here"):
         build_card(run, **parts)
 
-    card = build_card(run, **parts, license="cc-by-nc-4.0")
+    terms = tmp_path / "terms.txt"
+    terms.write_text("The parent's terms.")
+    card = build_card(run, **parts, license="cc-by-nc-4.0", base_licence_file=terms)
     data = ModelCard(card).data
     assert data.base_model == ["someone/NC-NormLlava"]
     assert data.license == "cc-by-nc-4.0"

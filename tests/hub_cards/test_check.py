@@ -68,9 +68,9 @@ def transpose_tensor(name: str) -> FolderChange:
 # By the fault's name: the change that makes the fault, and a pattern for the message about the fault.
 FAULTS: dict[str, tuple[FolderChange, str]] = {
     "no card": (delete_file(README), "README.md: is missing"),
-    "a folder of an earlier version": (
+    "a folder that is no release": (
         delete_file("release.json"),
-        "no release.json: it is no release, or an earlier version",
+        "holds no release.json, so it is no release",
     ),
     "a token": (append_text(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
     "a token in the handler": (append_text("handler.py", f"\n# {SECRET}\n"), "handler.py: holds a Hugging Face token"),

@@ -144,7 +144,7 @@ _PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
     {%- if message["role"] == "assistant" -%}
         {%- generation -%}
-            {{- message["content"] + "\\n" -}}
+            {{- message["content"] | map(attribute="text") | join("\\n") + "\\n" -}}
         {%- endgeneration -%}
     {%- else -%}
         {%- for part in message["content"] if part["type"] == "image" -%}
@@ -367,9 +367,14 @@ def _writes_turns(template: _OwnTemplate, known_format: ChatFormat) -> bool:
     rendered = template.render(["One?", "Two.", "Three?"], add_generation_prompt=True)
     if rendered is None:
         return False
-    questions = [f"{known_format.user}{text}{known_format.user_end}" for text in ("One?", "Three?")]
-    begins_answers = rendered.endswith(known_format.assistant) and rendered.count(known_format.assistant) == 2
-    return all(question in rendered for question in questions) and begins_answers
+    first_question, second_question = (
+        f"{known_format.user}{text}{known_format.user_end}" for text in ("One?", "Three?")
+    )
+    before_second, is_second_written, after_second = rendered.partition(second_question)
+    _, is_first_written, answer = before_second.partition(first_question)
+    # The template may write more where an answer begins, such as Qwen3's "<think>".
+    begins_answers = known_format.assistant in answer and known_format.assistant in after_second
+    return bool(is_first_written and is_second_written and begins_answers)
 
 
 def holds_pictures(tokenizer: PreTrainedTokenizerBase, processor_template: str, image_token: str) -> bool:

@@ -94,6 +94,16 @@ def find_media(dataset: datasets.Dataset) -> dict[str, np.ndarray]:
     return masks
 
 
+def count_pictures(column_groups: list[datasets.Dataset]) -> np.ndarray:
+    """The number of pictures in each row, `(num_rows,)`, of datasets that each hold some columns of all rows."""
+    counts = np.zeros(len(column_groups[0]), dtype=int)
+    for group in column_groups:
+        for name in PICTURE_COLUMNS:
+            if name in group.column_names:
+                counts += np.array(_count_pictures(group.data[name]), dtype=int)
+    return counts
+
+
 def count_unread_fields(rows: datasets.Dataset) -> Counter[str]:
     """For each field that the column `unread` names, the number of rows that name the field."""
     names = pc.list_flatten(rows.data["unread"])

@@ -29,7 +29,7 @@ Turn = dict[str, Any]
 PICTURE_COLUMNS = ("images", "image")
 # LLaVA's names of the roles, by the names that rows use.
 LLAVA_ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
-# The columns of pictures that move, and of sounds. A row with one is refused: the model wouldn't see or hear it.
+# The columns of videos and sounds. A row with one and without pictures is refused: the model wouldn't see or hear it.
 MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
 # Fields about a row as a whole, such as its source or its picture's size. They hold nothing to learn, so they aren't
 # read, and no warning names them.
@@ -59,7 +59,7 @@ def read_row(row: Row, media_columns: Collection[str] = MEDIA_COLUMNS) -> Row:
 
     Args:
         row: The row.
-        media_columns: The columns that can hold a video or a sound, with which the row can't be read.
+        media_columns: The columns that can hold a video or a sound. A row that has one needs pictures too.
 
     Returns:
         A row with these fields:
@@ -72,12 +72,13 @@ def read_row(row: Row, media_columns: Collection[str] = MEDIA_COLUMNS) -> Row:
     """
     unread = _unread_fields(row, READ_COLUMNS)
     try:
-        _refuse_media(row, media_columns)
         column = _find_turns_column(row)
         reader = _TurnReader(column)
         read_column = TURN_COLUMNS[column]
         turns = read_column(row, reader)
         pictures = _choose_pictures(row, reader.pictures)
+        if not pictures:  # with pictures, they may be the frames of the video
+            _refuse_media(row, media_columns)
         turns = _add_system(turns, row.get("system"))
         if column != "conversations":  # in LLaVA's layout the turns mark their pictures already
             turns = _mark_pictures(turns, len(pictures))
@@ -96,7 +97,7 @@ def _refuse_media(row: Row, media_columns: Collection[str]) -> None:
 
 def media_problem(column: str) -> str:
     """What is wrong with a row that has a video or sound in this column."""
-    return f"`{column}` holds what isn't read, so the model would be trained blind or deaf; only pictures are read"
+    return f"`{column}` isn't read, and without a picture the model would be trained blind; give frames as `images`"
 
 
 def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[str]:

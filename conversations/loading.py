@@ -23,6 +23,7 @@ from common.errors import UserError
 from common.files import sha256
 from conversations.columns import (
     common_features,
+    count_pictures,
     count_unread_fields,
     find_media,
     media_columns,
@@ -39,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 # The largest number of rows of a parquet file that are read at once.
 READ_AT_ONCE = 1000
-# The number of shards of a stream that is made from rows on disk. Each process that reads the stream takes whole
-# shards, so this is also the largest number of such processes.
+# The number of shards of a stream that is made from rows on disk.
 NUM_SHARDS = 64
 
 
@@ -173,7 +173,7 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
 
 
 def add_problems(column_groups: list[datasets.Dataset], media: dict[str, np.ndarray]) -> list[datasets.Dataset]:
-    """Column groups whose column `problem` also tells of the rows that hold a video or a sound.
+    """Column groups whose column `problem` also tells of the rows that hold a video or a sound, and no picture.
 
     Args:
         column_groups: Datasets that each hold some columns of all rows.
@@ -182,6 +182,7 @@ def add_problems(column_groups: list[datasets.Dataset], media: dict[str, np.ndar
     if not any(mask.any() for mask in media.values()):
         return column_groups
 
+    has_pictures = count_pictures(column_groups) > 0
     problems: list[str | None] = [None] * len(column_groups[0])
     kept_groups = []
     for group in column_groups:
@@ -190,7 +191,7 @@ def add_problems(column_groups: list[datasets.Dataset], media: dict[str, np.ndar
             group = group.remove_columns("problem")
         kept_groups.append(group)
     for column, mask in media.items():
-        for number in np.flatnonzero(mask):
+        for number in np.flatnonzero(mask & ~has_pictures):
             problems[number] = media_problem(column)
     return [*kept_groups, datasets.Dataset.from_dict({"problem": problems})]
 

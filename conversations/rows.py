@@ -136,7 +136,8 @@ def to_messages(row: Row) -> list[dict[str, Any]]:
     for turn in row_turns(row):
         role = CHAT_ROLES[turn["from"]]
         text = turn["value"]
-        content = text if role == "assistant" else _split_at_marks(text.strip())
+        answer_parts = [{"type": "text", "text": text}]
+        content = answer_parts if role == "assistant" else _split_at_marks(text.strip())
         messages.append({"role": role, "content": content})
     return messages
 

@@ -134,12 +134,24 @@ def _find_json_files(folder: Path) -> list[Path]:
     """
     json_files = []
     for file in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if is_hidden or file.name in FILES_WITHOUT_ROWS:
+        if _is_hidden(file, folder) or file.name in FILES_WITHOUT_ROWS:
             continue
-        suffix = file.suffix.lower()
-        if suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:
+        if _is_dataset_file(file):
             return []
-        if suffix in JSON_SUFFIXES:
+        if file.suffix.lower() in JSON_SUFFIXES:
             json_files.append(file)
     return json_files
+
+
+def holds_dataset_files(folder: Path) -> bool:
+    """Whether a folder has files with rows that `load_dataset` reads: loose parquet files, say, or a metadata file."""
+    return any(_is_dataset_file(file) and not _is_hidden(file, folder) for file in folder.rglob("*"))
+
+
+def _is_dataset_file(file: Path) -> bool:
+    return file.suffix.lower() in DATASET_SUFFIXES or file.name in METADATA_FILES
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether a file in a folder, or a subfolder that it is in, is hidden."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)

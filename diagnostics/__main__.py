@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.errors import UserError
 from common.files import folder_or_id, weights_fingerprint
-from diagnostics.comparison import Comparison, measure_models
+from diagnostics.comparison import Comparison, Scope, measure_models
 from diagnostics.loading import add_arguments, load_model, load_processor, model_options, read_questions
 
 
@@ -47,10 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         load_models(args, names),
         questions,
         data_name=Path(args.data).name,
-        layers=args.layers,
+        scope=Scope(args.layers, args.sweep, args.attention_map),
         command="python -m diagnostics " + shlex.join(words_of_command),
-        sweep=args.sweep,
-        attention_word=args.attention_map,
     )
     # Models are measured one by one, and each comparison has one model more than the one before it. The report is
     # saved after each model, so that there is a report even if the next model fails.

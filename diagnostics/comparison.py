@@ -121,6 +121,21 @@ def sweep(model: PreTrainedModel, processor: Any, data: Any, **options: Any) -> 
     return measure(model, processor, data, sweep=True, **options)
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What is measured of each model besides what always is.
+
+    Attributes:
+        layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
+        sweep: Also sweep the norm of image tokens.
+        attention_word: Also map what this word of the questions or answers looks at.
+    """
+
+    layers: Sequence[int] | None = None
+    sweep: bool = False
+    attention_word: str | None = None
+
+
 def compare(
     models: Mapping[str, tuple[PreTrainedModel, Any]],
     data: str | Path | Sequence[Image.Image],
@@ -154,9 +169,7 @@ def compare(
         data_name = "pictures in memory"
 
     named_models = [(name, model, processor) for name, (model, processor) in models.items()]
-    comparisons = measure_models(
-        named_models, questions, data_name, layers=layers, sweep=sweep, attention_word=attention_word
-    )
+    comparisons = measure_models(named_models, questions, data_name, Scope(layers, sweep, attention_word))
     *_, comparison_of_all_models = comparisons  # each comparison has one model more than the one before it
     return comparison_of_all_models
 
@@ -175,10 +188,8 @@ def measure_models(
     models: Iterable[tuple[str, PreTrainedModel, Any]],
     questions: Questions,
     data_name: str,
-    layers: Sequence[int] | None = None,
+    scope: Scope,
     command: str = "diagnostics.compare",
-    sweep: bool = False,
-    attention_word: str | None = None,
 ) -> Iterator[Comparison]:
     """Measure models one after the other, and after each model yield the comparison of the models measured so far.
 
@@ -187,25 +198,21 @@ def measure_models(
             model is kept here once it is measured.
         questions: What each model is asked.
         data_name: Name of the data in the report.
-        layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
+        scope: What is measured.
         command: Command that the report shows.
-        sweep: Also sweep the norm of image tokens.
-        attention_word: Also map what this word of the questions or answers looks at.
 
     Raises:
         DiagnosticsError: if no question has the word, or if a model can't be measured. The message about a model
             begins with the model's name.
     """
-    if attention_word is not None:
+    if scope.attention_word is not None:
         # Called only for the error that no question has the word, which shall come before the first model is loaded.
-        questions_with_word(questions.questions, attention_word)
+        questions_with_word(questions.questions, scope.attention_word)
 
     results: dict[str, ModelResults] = {}
     for name, model, processor in models:
         try:
-            results[name] = measure_model(
-                model, processor, questions.questions, name, layers=layers, sweep=sweep, attention_word=attention_word
-            )
+            results[name] = measure_model(model, processor, questions.questions, name, scope)
         except DiagnosticsError as error:
             raise DiagnosticsError(f"{name}: {error}") from error
         # If `models` is a generator, it loads the next model when the loop goes on. This model shall be freed by then.
@@ -219,9 +226,7 @@ def measure_model(
     processor: Any,
     questions: Sequence[Question],
     name: str,
-    layers: Sequence[int] | None = None,
-    sweep: bool = False,
-    attention_word: str | None = None,
+    scope: Scope,
 ) -> ModelResults:
     """Measure one model on questions. A sweep and attention maps are made only if they are asked for.
 
@@ -230,13 +235,13 @@ def measure_model(
     """
     # Attention maps come first: they are quick, and for some models they raise an error, which shall come early.
     attention_maps = []
-    if attention_word is not None:
-        attention_maps = map_questions(model, processor, questions, attention_word, layers)
+    if scope.attention_word is not None:
+        attention_maps = map_questions(model, processor, questions, scope.attention_word, scope.layers)
 
-    report, rows, key_map = measure_questions(model, processor, questions, name, layers)
+    report, rows, key_map = measure_questions(model, processor, questions, name, scope.layers)
 
     swept = pd.DataFrame()
-    if sweep:
+    if scope.sweep:
         swept = sweep_model(model, processor, questions, name)
         report = replace(report, sweep=tell_sweep(swept))
 

@@ -18,7 +18,7 @@ from conversations.loading import load_rows
 from conversations.pictures import fingerprint, open_images
 from conversations.pixels import to_rgb
 from conversations.rows import BadRowError, Row, check_row, row_turns, to_messages
-from conversations.sources import DATASET_SUFFIXES, METADATA_FILES, find_source
+from conversations.sources import find_source, holds_dataset_files
 from diagnostics.parts import DiagnosticsError, find_decoder, find_encoder, image_token_id
 
 
@@ -266,10 +266,8 @@ def find_pictures(data: Path) -> list[Path] | None:
     # For `find_source`, a folder is a "dataset" unless it has a JSON file of rows or was written by `save_to_disk`.
     if find_source(str(data)).kind != "dataset":
         return None
-    # Rows may also be in loose dataset files, such as Parquet, or in a metadata file beside the pictures.
-    for file in data.rglob("*"):
-        if file.suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:
-            return None
+    if holds_dataset_files(data):
+        return None
 
     names = iglob("**", root_dir=data, recursive=True)  # without hidden files, which `rglob` would include
     paths = [data / name for name in names]

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
+from conversations.blank import is_in_blank_picture
 from diagnostics.parts import DiagnosticsError, image_token_id
 
 
@@ -97,14 +98,7 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
 
     position_ids = inputs.get("position_ids")
     if position_ids is not None:
-        # In a packed row, positions restart from 0 at each sample. Each token of a blank picture is a sample of its
-        # own, and no other sample has only one token. So a token belongs to a blank picture if both the token and the
-        # next token start a sample.
-        starts_sample = position_ids == 0
-        # `roll` gives each token the value of the next token. The last token gets the value of the row's first token,
-        # which is True, as if another sample started after the row.
-        next_starts_sample = starts_sample.roll(-1, dims=1)
-        return ~(starts_sample & next_starts_sample)
+        return ~is_in_blank_picture(position_ids)
 
     return torch.ones_like(inputs["input_ids"], dtype=torch.bool)
 

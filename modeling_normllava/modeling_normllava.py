@@ -234,8 +234,8 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         if misfit is not None:
             raise ValueError(
                 f"The checkpoint {model.name_or_path!r} does not fit {cls.__name__}. {misfit}. Load what was composed "
-                "or trained; convert a Llava first: python training/compose.py --llava_model <folder> --output_dir "
-                "<folder>"
+                "or trained; convert a Llava first: python training/compose.py --llava_model <folder> "
+                "--projector_norm gwc --output_dir <folder>"
             )
         return (model, report) if output_loading_info else model
 

@@ -7,6 +7,7 @@ from PIL import Image
 from torch.nn.functional import pad
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from conversations.blank import blank_samples
 from conversations.pictures import open_images
 from conversations.rows import Row
 from conversations.tiles import tile_options
@@ -69,11 +70,8 @@ class VisionLanguageCollator:
     def _pack(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
         """The packed batch of `samples`, with the blank picture's tokens at its end if there are no images."""
         if not has_images:
-            # Each token of the blank picture becomes a sample of its own, so that no other token sees it. The
-            # diagnostics recognize a blank picture by these samples of a single token.
-            image_id = self.row_tokenizer.processor.image_token_id
-            blank_token = {"input_ids": [image_id], "labels": [IGNORED]}
-            samples = samples + [blank_token] * self.row_tokenizer.tokens_per_tile
+            image_token_id = self.row_tokenizer.processor.image_token_id
+            samples = samples + blank_samples(image_token_id, self.row_tokenizer.tokens_per_tile)
 
         batch = DataCollatorForLanguageModeling(self._pad_id, padding_free=True)(samples)
         batch.pop("seq_idx", None)  # only linear attention reads seq_idx, and packing refuses such decoders

@@ -11,6 +11,7 @@ large image tokens are before and after the projector's norm, and write a comple
 
 import argparse
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -256,7 +257,7 @@ def keep_chat_template(
     found = find_format(tokenizer, processor_template)
     if found is not None:
         return write_template(found, tokenizer, image_token), found.end_of_turn
-    if "{% generation %}" not in processor_template:
+    if re.search(r"\{%-?\s*generation\b", processor_template) is None:
         logger.warning(
             "%s keeps its chat template, which doesn't mark answers: before training, put them inside "
             "{%% generation %%} and {%% endgeneration %%}.",
@@ -476,9 +477,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vision_model", help="vision encoder: folder or Hub id")
     parser.add_argument("--text_model", help="decoder language model: folder or Hub id")
     parser.add_argument("--llava_model", help="Llava checkpoint to convert instead: folder or Hub id")
-    parser.add_argument(
-        "--projector_norm", choices=get_args(ProjectorNorm), help="required, no arm is the default: see below"
-    )
+    parser.add_argument("--projector_norm", choices=get_args(ProjectorNorm), help="required: no arm is the default")
     parser.add_argument("--no_align_norm", action="store_true", help="start the norm at gain 1, not at text's norm")
     parser.add_argument(
         "--norm_target_ratio", type=float, default=1, help="initial norm of image tokens, a multiple of text's"

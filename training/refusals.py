@@ -11,6 +11,7 @@ from enum import Enum
 
 from transformers import BaseImageProcessor
 from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from common.errors import UserError
 from conversations.tiles import cuts_tiles
@@ -54,6 +55,7 @@ FIXED_FIELDS = {
     "shuffle_dataset": "each epoch shuffles the rows",
     "train_sampling_strategy": "each epoch shuffles the rows",
     "length_column_name": "lengths are measured here",
+    "remove_unused_columns": "rows are read when they are needed, from all of their columns",
     "auto_find_batch_size": "the rows of a step would change; set per_device_train_batch_size",
     "dataloader_drop_last": "an epoch trains all rows, the last ones in a smaller step",
     "dataloader_multiprocessing_context": "workers are started as torch does by default",
@@ -162,6 +164,8 @@ def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
             if value != default:
                 if isinstance(value, Enum):  # transformers turns the strings of some fields into enums
                     value = value.value
+                if field.name == "hub_token":  # must not reach a log
+                    value = "a token"
                 raise UserError(f"{field.name} must stay {default!r}, got {value!r}: {FIXED_FIELDS[field.name]}.")
 
 
@@ -240,7 +244,12 @@ def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
-    """One field sets the number of samples in a step. Samples of a packed row don't change each other's loss."""
+    """One field sets the number of samples in a step. Samples of a packed row don't change each other's loss.
+
+    accelerate doesn't deal the batches.
+    """
+    if args.accelerator_config != AcceleratorConfig():
+        raise UserError("accelerator_config is not used: batches are dealt here; take it out.")
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:
@@ -255,6 +264,8 @@ def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
 def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
     """If a run names held-out rows, it evaluates on them. The loss of an evaluation is the cross entropy."""
     evaluates = args.eval_strategy != "no" or args.eval_on_start
+    if args.do_eval and not evaluates:
+        raise UserError("do_eval alone evaluates nothing: give eval_dataset_name and an eval_strategy.")
     if run_args.eval_dataset_name and not evaluates:
         raise UserError("eval_dataset_name needs an eval_strategy, or eval_on_start.")
     if evaluates and args.loss_type == "dft":

@@ -1,6 +1,6 @@
 """Does a LayerNorm behind the projector still tell black from white?
 
-    python -m examples.emoji.greys --trained runs/emoji/study/seed101-arm0/trained ...
+    python -m examples.emoji.greys --trained runs/emoji/stage2
 
 A LayerNorm takes away the norm of each image token, in which pictures of different greys may differ most. The command
 shows an encoder eight slightly noisy pictures of each of sixteen greys. It prints how many of them have a nearest

@@ -297,15 +297,14 @@ MEDIA_ROWS = {
 def test_a_row_with_a_video_or_a_sound_is_refused(tmp_path: Path, column: str, stored: str) -> None:
     media_row = MEDIA_ROWS[column]
     empty = [] if isinstance(media_row[column], list) else None
-    rows_to_write = [media_row, {**media_row, column: empty}]
-    if stored == "JSON":
-        path = write_json(tmp_path, rows_to_write)
-    else:
-        path = tmp_path / "rows.parquet"
-        pq.write_table(pa.Table.from_pylist(rows_to_write), path)
-    with_media, without = load_rows(str(path), streaming=stored == "stream")
+    frame = {"conversations": CONVERSATION} if "conversations" in media_row else {}
+    rows_to_write = [media_row, {**media_row, column: empty}, {**media_row, **frame, "image": "a.png"}]
+    pictures = write_pictures(tmp_path)
+    path = write_json(tmp_path, rows_to_write) if stored == "JSON" else write_parquet(tmp_path, rows_to_write)
+    with_media, without, with_frame = load_rows(str(path), str(pictures), streaming=stored == "stream")
     check_row(without)
-    with pytest.raises(BadRowError, match=f"`{column}` holds what isn't read"):
+    check_row(with_frame)
+    with pytest.raises(BadRowError, match=f"`{column}` isn't read, and without a picture"):
         check_row(with_media)
 
 
@@ -319,7 +318,7 @@ def test_a_column_of_sounds_is_known_by_its_type(tmp_path: Path, streaming: bool
     pq.write_table(pa.Table.from_pylist([row, row | {"said": None}], schema=schema), tmp_path / "rows.parquet")
     with_sound, without = load_rows(str(tmp_path / "rows.parquet"), streaming=streaming)
     check_row(without)
-    with pytest.raises(BadRowError, match="`said` holds what isn't read"):
+    with pytest.raises(BadRowError, match="`said` isn't read, and without a picture"):
         check_row(with_sound)
 
 

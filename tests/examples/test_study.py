@@ -43,6 +43,7 @@ def make_record(arm: Arm, seed: int, percent: float = 30.0, machine: Machine = C
     return {
         "arm": arm.value,
         "seed": seed,
+        "commit": "0123",
         **machine._asdict(),
         "failed": False,
         "data": "rows",  # stands for the fingerprint of the rows that the run was trained on
@@ -326,6 +327,24 @@ def test_runs_that_were_trained_on_different_rows_are_refused(tmp_path: Path) ->
     # A run that failed has no fingerprint.
     write_records(path, [record, other_record | {"data": None, "failed": True}])
     assert len(read_log(path).runs) == 2
+
+
+def test_a_whole_seed_of_two_commits_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    *others, last = make_seeds([101])
+    write_records(path, [*others, last | {"commit": "4567"}])
+    with pytest.raises(ValueError, match="runs of seed 101 by different commits"):
+        read_log(path)
+
+
+def test_the_study_cannot_end_by_crashes_alone(tmp_path: Path) -> None:
+    """All seeds of a rate have left: their results couldn't be judged."""
+    path = tmp_path / "records.jsonl"
+    crashes = [{"crashed": 1, "arm": "nothing", "seed": seed, **CPU._asdict()} for seed in SLOW_SEEDS]
+    twice = [crash | {"ended": time} for crash in crashes for time in ("first", "second")]
+    write_records(path, [*make_seeds(list(FAST_SEEDS)), *twice])
+    with pytest.raises(ValueError, match="of the seeds 109 to 116 0 are whole"):
+        read_log(path)
 
 
 def test_a_line_says_when_it_was_added(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The study's models: their shared start, their training, their measures, and the folders of their runs."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,6 +132,21 @@ def test_a_crash_is_recorded_and_stops_the_study(tmp_path: Path, monkeypatch: py
     crash = json.loads(line)
     assert (crash["crashed"], crash["arm"], crash["seed"], crash["commit"]) == (1, "nothing", 101, "0123")
     assert Machine(crash["processor"], crash["arithmetic"]) == study_run.this_machine()
+
+
+def test_a_run_that_was_stopped_has_not_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches the runs' processes too."""
+    monkeypatch.setattr(study, "WORK", tmp_path / "work")
+    runner = study.Runner(tmp_path / "records.jsonl", commit="0123", at_once=1)
+    monkeypatch.setattr(runner, "_make_start", lambda seed: tmp_path / "no-start")
+
+    def stop(*arguments: str) -> None:
+        raise subprocess.CalledProcessError(-signal.SIGINT, "a run")
+
+    monkeypatch.setattr(runner, "_run_module", stop)
+    with pytest.raises(subprocess.CalledProcessError):
+        runner.run_all([Cell(Arm.NOTHING, 101)])
+    assert not (tmp_path / "records.jsonl").exists()
 
 
 def test_rows_about_drawings_by_emojione_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ def test_a_report_of_another_version_is_refused(measured_run: Path) -> None:
     model = read_model_entry(measured_run)
     del model["summary"]
     set_fields("diagnostics/report.json", models=[model])(measured_run)
-    with pytest.raises(ValueError, match=r"report.json: can't be read .* Run python -m diagnostics"):
+    with pytest.raises(ValueError, match=r"report.json can't be read .* Run python -m diagnostics"):
         collect_facts(measured_run)
 
 

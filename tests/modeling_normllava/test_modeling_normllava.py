@@ -147,7 +147,7 @@ def test_a_bfloat16_model_saves_its_norm_in_float32(model: NormLlavaForCondition
 
 def test_a_plain_llava_folder_is_refused(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:
     make_plain_llava(model).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"training/compose.py --llava_model"):
+    with pytest.raises(ValueError, match=r"training/compose.py --llava_model .*--projector_norm gwc --output_dir"):
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path)
 
 

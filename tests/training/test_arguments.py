@@ -134,7 +134,7 @@ def test_a_wrong_recipe_is_refused(recipe: Path, changes: dict[str, Any], messag
         parse_arguments(change_recipe(recipe, **changes))
 
 
-# The fields of TRL and transformers that a run uses, so that they may be changed.
+# The fields of TRL and transformers that a run uses, or that a check of their own looks at.
 USED_FIELDS = frozenset(
     """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading adam_beta1

@@ -277,6 +277,12 @@ TEMPLATES_BESIDE_CHATML = {
         "{{ '<|im_start|>assistant\n' if add_generation_prompt }}",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n",
     ),
+    # Qwen3's thinking models: ChatML whose prompt for an answer goes on.
+    "ChatML with a thought": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n<think>\n' if add_generation_prompt }}",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n",
+    ),
     # A base model without a template.
     "no template": (None, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"),
     # Its turns are not ChatML's, and no format writes them.

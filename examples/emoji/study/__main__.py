@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ from training.run import current_commit
 logger = logging.getLogger(__name__)
 
 WORK = RUN / "study"
+# The status of a run that was stopped, which is no crash.
+STOPPED = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
 
 
 def describe_progress(log: Log, machine: Machine) -> str:
@@ -137,7 +140,7 @@ class Runner:
         """Run a cell, add its record to the file of records, and print the study's progress.
 
         Raises:
-            CalledProcessError: if the run crashed. The file then has a line of the crash.
+            CalledProcessError: if the run crashed or was stopped. The file has a line of a crash.
         """
         shared_start = self._make_start(cell.seed)
         arm_number = list(Arm).index(cell.arm)  # for the folder, since arms' names have spaces
@@ -146,13 +149,17 @@ class Runner:
         try:
             self._run_module("examples.emoji.study.run", *arm_and_seed, str(shared_start), str(folder), self._commit)
         except subprocess.CalledProcessError as error:
+            if error.returncode in STOPPED:
+                raise
             crash = {"crashed": error.returncode, "arm": cell.arm.value, "seed": cell.seed, "commit": self._commit}
             self._append(crash | this_machine()._asdict())
             raise
 
         self._append(json.loads((folder / "record.json").read_text(encoding="utf-8")))
         shutil.rmtree(folder)
-        logger.info("%s", describe_progress(read_log(self._records), this_machine()))
+        with self._records_lock:
+            log = read_log(self._records)
+        logger.info("%s", describe_progress(log, this_machine()))
 
     def _append(self, line: dict[str, Any]) -> None:
         with self._records_lock:
@@ -230,10 +237,13 @@ def main() -> None:
     if options.records is None:
         raise UserError("--records is missing: give a file outside this checkout, to which each run adds its record.")
 
-    WORK.mkdir(parents=True, exist_ok=True)
-    runner = Runner(options.records.resolve(), find_commit(options.commit), options.at_once)
     log = read_log(options.records)
     logger.info("%s", describe_progress(log, machine))
+    if has_ended(log):
+        return
+
+    WORK.mkdir(parents=True, exist_ok=True)
+    runner = Runner(options.records.resolve(), find_commit(options.commit), options.at_once)
     runner.run_all(cells_left(log, machine))
 
 

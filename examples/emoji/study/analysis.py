@@ -218,12 +218,11 @@ def report(records: Sequence[Record]) -> str:
 
     rates_p = interaction_p(scores)
     lines.append(f"Arm x rate: p {rates_p:.4f}")
-    if rates_p < LEVEL:
-        for rate, group in scores.groupby("rate", sort=False):
-            lines += describe_comparison(f"Rate {rate:g}", group)
-    else:
-        lines += describe_comparison("Both rates", scores)
-
-    lines += ["", "Each seed's difference, t over seeds:"]
-    lines += [f"  {pair}" for pair in compare_by_seed(scores)]
+    groups = {"Both rates": scores}
+    if rates_p < LEVEL:  # nothing is said of both together
+        groups = {f"Rate {rate:g}": group for rate, group in scores.groupby("rate", sort=False)}
+    for title, group in groups.items():
+        lines += describe_comparison(title, group)
+        lines.append("  Each seed's difference, t over seeds:")
+        lines += [f"    {pair}" for pair in compare_by_seed(group)]
     return "\n".join(lines)

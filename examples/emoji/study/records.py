@@ -1,6 +1,7 @@
 """The study's file of records, `records.jsonl`: a line for each run that ended, each crash, and the study's end."""
 
 import json
+from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from examples.emoji.study.cells import (
     FEWEST_SEEDS,
     SLOW_SEEDS,
     Log,
+    has_ended,
     machine_of,
+    runs_that_count,
     whole_seeds,
 )
 
@@ -24,8 +27,8 @@ def read_log(path: Path) -> Log:
     """Read the file of records. Of equal lines, only the first counts. A file that doesn't exist has no records.
 
     Raises:
-        UserError: if a run has two different records, if runs were trained on different rows, or if the study was
-            ended with fewer than `FEWEST_SEEDS` whole seeds of a rate.
+        UserError: if a run has two different records, if runs were trained on different rows or the runs of a whole
+            seed by different commits, or if the study has ended with fewer than `FEWEST_SEEDS` whole seeds of a rate.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     different_lines = dict.fromkeys(lines)  # unlike a set, keeps the order
@@ -42,7 +45,8 @@ def read_log(path: Path) -> Log:
 
     require_one_record_a_run(log, path)
     require_same_rows(log, path)
-    if log.end is not None:
+    require_one_commit_a_seed(log, path)
+    if has_ended(log):
         require_enough_seeds(log, path)
     return log
 
@@ -64,6 +68,16 @@ def require_same_rows(log: Log, path: Path) -> None:
         raise UserError(f"{path} holds runs that were trained on different rows.")
 
 
+def require_one_commit_a_seed(log: Log, path: Path) -> None:
+    """Raises `UserError` if the runs of a whole seed are of different commits: their shared start isn't the same."""
+    commits: dict[int, set[str]] = defaultdict(set)
+    for record in runs_that_count(log.runs):
+        commits[record["seed"]].add(record["commit"])
+    for seed, commits_of_seed in commits.items():
+        if len(commits_of_seed) > 1:
+            raise UserError(f"{path} holds runs of seed {seed} by different commits: {', '.join(commits_of_seed)}.")
+
+
 def require_enough_seeds(log: Log, path: Path) -> None:
     """Raises `UserError` if the study was ended before each rate had enough whole seeds."""
     whole = whole_seeds(log.runs)
@@ -71,7 +85,7 @@ def require_enough_seeds(log: Log, path: Path) -> None:
         num_whole = len([seed for seed in seeds if seed in whole])
         if num_whole < FEWEST_SEEDS:
             raise UserError(
-                f"{path} says that the study ended, but of the seeds {seeds[0]} to {seeds[-1]} {num_whole} are whole: "
+                f"By {path} the study has ended, but of the seeds {seeds[0]} to {seeds[-1]} {num_whole} are whole: "
                 f"the protocol asks for {FEWEST_SEEDS}."
             )
 

@@ -9,6 +9,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, strategies
 from PIL import Image as PILImage
 
 from common.errors import UserError
@@ -105,6 +106,40 @@ def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def embedded_picture(folder: Path) -> dict[str, Any]:
     """The bytes of the folder's pictures/a.png, in the form in which datasets embeds pictures."""
     return {"bytes": (folder / "pictures" / "a.png").read_bytes(), "path": None}
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text has content, and nothing that a layout gives a meaning or leaves out."""
+    return bool(text.strip()) and "<image>" not in text and text.strip("\n") == text
+
+
+PLAIN_TEXT = strategies.text(min_size=1, max_size=30).filter(is_plain)
+
+
+@given(rounds=strategies.lists(strategies.tuples(PLAIN_TEXT, PLAIN_TEXT), min_size=1, max_size=3))
+def test_any_conversation_is_the_same_in_every_layout(rounds: list[tuple[str, str]]) -> None:
+    expected = turns(*[text for question_and_answer in rounds for text in question_and_answer])
+    expected[0]["value"] = f"<image>\n{expected[0]['value']}"
+
+    messages = []
+    for question, answer in rounds:
+        messages += [message("user", question), message("assistant", answer)]
+    as_parts = [message(turn["role"], [{"type": "text", "text": turn["content"]}]) for turn in messages]
+    with_picture = [{**as_parts[0], "content": [PICTURE_PART, *as_parts[0]["content"]]}, *as_parts[1:]]
+    rows: list[dict[str, Any]] = [
+        {"conversations": expected},
+        {"messages": messages},
+        {"messages": with_picture},
+        {"texts": [{"user": question, "assistant": answer} for question, answer in rounds]},
+    ]
+    if len(rounds) == 1:
+        (question, answer), *_ = rounds
+        rows.append({"prompt": question, "completion": answer})
+        rows.append({"prompt": messages[:1], "completion": messages[1:]})
+    for row in rows:
+        read = read_row({"image": "a.png", **row})
+        assert read["problem"] is None
+        assert read["conversations"] == expected
 
 
 @pytest.mark.parametrize("stored", ["JSON", "parquet", "stream"])

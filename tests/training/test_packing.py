@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import assume, given, settings, strategies
 from PIL import Image
 from transformers import (
     AutoProcessor,
@@ -222,6 +223,44 @@ def test_an_epoch_has_every_sample_once_and_the_same_steps_on_any_number_of_proc
         fewer_steps = accumulation_steps - 1
         packed_rows = pack_epoch(fewer_steps, seed=42) + pack_epoch(fewer_steps, seed=43)
         assert any(is_too_long(packed_row) for packed_row in packed_rows)
+
+
+@given(
+    samples=strategies.lists(
+        strategies.tuples(strategies.integers(1, 60), strategies.booleans()), min_size=1, max_size=30
+    ),
+    samples_per_step=strategies.integers(1, 8),
+    num_processes=strategies.integers(1, 3),
+    packed_length=strategies.integers(60, 150),
+    blank=strategies.integers(0, 20),
+)
+@settings(deadline=None)
+def test_packing_loses_no_sample_and_is_refused_only_if_nothing_fits(
+    samples: list[tuple[int, bool]], samples_per_step: int, num_processes: int, packed_length: int, blank: int
+) -> None:
+    assume(samples_per_step >= num_processes)
+    lengths, has_pictures = zip(*samples, strict=True)
+    sizes = Dataset.from_dict({"length": lengths, "num_tiles": [int(has_picture) for has_picture in has_pictures]})
+
+    def pack(accumulation_steps: int) -> list[list[int]]:
+        return packed_batches(np.array(lengths), samples_per_step, num_processes, accumulation_steps, seed=1)
+
+    def fits(packed_rows: list[list[int]]) -> bool:
+        return all(packed_row_length(sizes, row, blank) <= packed_length for row in packed_rows)
+
+    try:
+        accumulation_steps = plan_packing(
+            sizes, blank, samples_per_step, num_processes, seeds=[1], packed_length=packed_length
+        )
+    except UserError:
+        most_steps = samples_per_step // num_processes
+        assert not any(fits(pack(number)) for number in range(1, most_steps + 1))
+        return
+
+    packed_rows = pack(accumulation_steps)
+    assert sorted(number for row in packed_rows for number in row) == list(range(len(samples)))
+    assert fits(packed_rows)
+    assert not any(fits(pack(fewer)) for fewer in range(1, accumulation_steps))
 
 
 def test_a_sample_that_is_too_long_with_the_blank_picture_is_refused() -> None:

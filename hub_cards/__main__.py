@@ -86,8 +86,8 @@ def run_push(args: argparse.Namespace) -> None:
     folder = args.output_dir
     if folder is None:
         folder = args.run / "release"
-    build_or_take(args.run, folder, options)
-    require_no_faults(folder)
+    weights = build_or_take(args.run, folder, options)
+    require_no_faults(folder, weights)
 
     if args.dry_run:
         show_changes(folder, has_token)

@@ -39,6 +39,7 @@ from hub_cards.facts import Facts, collect_facts, is_hub_id, read_normllava_conf
 from hub_cards.licences import APACHE, Licence, choose_licence
 from hub_cards.plain import as_llava_index, as_llava_settings, copy_as_llava
 from hub_cards.release import Release, read_release
+from hub_cards.weights import Weights
 
 
 logger = logging.getLogger(__name__)
@@ -77,10 +78,13 @@ class BuildOptions:
     base_licence_file: Path | None = None
 
 
-def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
+def build_or_take(run: Path, folder: Path, options: BuildOptions) -> Weights | None:
     """Build the release folder of a run, or take the folder as it is if it exists already.
 
     Users look at the folder after a dry run and may edit it. The push that follows takes the folder that they saw.
+
+    Returns:
+        What [`build_release`] returns; `None` if the folder was taken as it is.
 
     Raises:
         UserError: if an existing folder was built for another repository or tag, or from other weights, or if an
@@ -88,9 +92,9 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
     """
     exists = folder.exists() and any(folder.iterdir())  # an empty folder counts as missing
     if not exists:
-        build_release(run, folder, options)
+        weights = build_release(run, folder, options)
         logger.info("Built %s.", folder)
-        return
+        return weights
 
     release = read_release(folder)
     if (release.repo_id, release.revision) != (options.repo_id, options.revision):
@@ -107,9 +111,10 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
             f"Delete {folder} to build it anew, or leave the options out."
         )
     logger.info("Taking %s as it is; to build it again, delete it first.", folder)
+    return None
 
 
-def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
+def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
     """Build a release folder, and beside it the folder of a Space on which users can ask the model.
 
     The release folder has another name until it is complete.
@@ -118,6 +123,9 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
         run: Output folder of the last stage of training.
         folder: The release folder to make. It must be missing or empty.
         options: What to build.
+
+    Returns:
+        What the run's weight files hold. The release has the same tensors, for a plain Llava under other names.
 
     Raises:
         UserError: if the name of the repository or the tag is not valid, if a file of the run is missing or can't be
@@ -168,6 +176,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
 
     build_space(folder.with_name(f"{folder.name}-space"))
     partial_folder.rename(folder)  # may replace an empty folder
+    return facts.weights
 
 
 def check_names(run: Path, options: BuildOptions) -> None:

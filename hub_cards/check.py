@@ -38,15 +38,23 @@ UNSEARCHED_FILES = ("tokenizer.json",)
 UNSEARCHED_SUFFIXES = (".safetensors", ".png")
 
 
-def require_no_faults(folder: Path) -> None:
-    """Raises `UserError` if a release folder has faults. The message lists all faults."""
-    faults = find_faults(folder)
+def require_no_faults(folder: Path, weights: Weights | None = None) -> None:
+    """Raises `UserError` if a release folder has faults. The message lists all faults.
+
+    The arguments are those of [`find_faults`].
+    """
+    faults = find_faults(folder, weights)
     if faults:
         raise UserError("\n  ".join([f"{folder} can't be published:", *faults]))
 
 
-def find_faults(folder: Path) -> list[str]:
-    """All faults of a release folder, as messages that name a file and say what to do."""
+def find_faults(folder: Path, weights: Weights | None = None) -> list[str]:
+    """All faults of a release folder, as messages that name a file and say what to do.
+
+    Args:
+        folder: The release folder.
+        weights: What the weight files hold from which the folder was just built; otherwise its own are read.
+    """
     faults = []
     for path in list_release(folder):
         faults += find_file_faults(path, folder)
@@ -59,7 +67,7 @@ def find_faults(folder: Path) -> list[str]:
         faults += code_faults
         # The model is loaded only if the folder names no code but this version's.
         if not code_faults:
-            faults += find_model_faults(folder, read_weights(folder))
+            faults += find_model_faults(folder, weights or read_weights(folder))
     except UserError as error:
         faults.append(str(error))
     return faults

@@ -1,6 +1,6 @@
-"""Read the weight files of a model: count the weights of each part, and find tensors with values that are not finite.
+"""Read the weight files of a model: hash them, count the weights of each part, and find values that are not finite.
 
-One pass over the files does both, since the files of a large model take long to read.
+One pass over the files does it all, since the files of a large model take long to read.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.errors import UserError
-from common.files import WEIGHT_FILES, hash_files
+from common.files import WEIGHT_FILES, sha256
 from hub_cards.contents import WEIGHTS_INDEX, read_json
 
 
@@ -32,7 +32,7 @@ class Weights:
         not_finite: Names of tensors with NaN or infinite values.
     """
 
-    file_hashes: dict[str, str]
+    file_hashes: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
     not_finite: list[str] = field(default_factory=list)
@@ -52,13 +52,15 @@ def read_weights(folder: Path) -> Weights:
     Raises:
         UserError: if there is no weight file, if a file can't be read, or if the index names other files.
     """
-    weights = Weights(file_hashes=hash_files(folder, WEIGHT_FILES))
-    if not weights.file_hashes:
+    paths = sorted(folder.glob(WEIGHT_FILES))
+    if not paths:
         raise UserError(f"{folder / 'model.safetensors'} is missing: the folder holds no complete model.")
-    check_index(folder, file_names=set(weights.file_hashes))
+    check_index(folder, file_names={path.name for path in paths})
 
-    for file_name in weights.file_hashes:
-        path = folder / file_name
+    weights = Weights()
+    for path in paths:
+        # A file that was just hashed is still in the system's cache when its tensors are read.
+        weights.file_hashes[path.name] = sha256(path)
         try:
             with safe_open(path, framework="pt") as file:
                 for tensor_name in file.keys():  # noqa: SIM118 - the file can't be iterated

@@ -4,14 +4,17 @@ import compileall
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import HfApi
 
 from common.errors import UserError
+from hub_cards import check, facts
 from hub_cards.check import find_faults
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
+from hub_cards.weights import Weights
 from hub_server import REPO_ID, TOKEN, HubServer, place_files, read_published, read_tree, run_command
 from plants import change_weights
 
@@ -61,6 +64,29 @@ def test_the_folder_of_a_dry_run_is_pushed_and_verified(
     downloads = [request for request in hub.requests if "/resolve/" in request.path]
     assert downloads
     assert all(request.authorization == "" for request in downloads)
+
+
+def test_a_fresh_push_reads_the_weights_once(
+    trained_run: Path, prose: Path, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are hashed and searched for values that aren't finite in one pass. A large model's take minutes."""
+    read_folders = []
+    for module in (check, facts):
+        read_weights = module.read_weights
+
+        def read_and_note(folder: Path, read_weights: Any = read_weights) -> Weights:
+            read_folders.append(folder)
+            return read_weights(folder)
+
+        monkeypatch.setattr(module, "read_weights", read_and_note)
+    folder = tmp_path / "release"
+    options = ["--repo_id", REPO_ID, "--output_dir", folder, "--dry_run"]
+    run_command("push", trained_run, *options, "--license", "apache-2.0", "--prose", prose)
+    assert read_folders == [trained_run]
+
+    # A folder that was there may have been edited, so its own weights are read.
+    run_command("push", trained_run, *options)
+    assert read_folders == [trained_run, folder]
 
 
 def test_options_of_the_build_are_refused_for_a_folder_that_exists_already(

@@ -97,7 +97,7 @@ def _refuse_media(row: Row, media_columns: Collection[str]) -> None:
 
 def media_problem(column: str) -> str:
     """What is wrong with a row that has a video or sound in this column."""
-    return f"`{column}` isn't read, and without a picture the model would be trained blind; give frames as `images`"
+    return f"`{column}` isn't read, and the row has no picture: give a video's frames as `images`, or drop the row"
 
 
 def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[str]:

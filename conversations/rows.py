@@ -25,12 +25,12 @@ from conversations.layouts import IMAGE_MARK, LLAVA_ROLES, LayoutError, Row, pic
 # The roles' names in chat messages, by LLaVA's names.
 CHAT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 # How other tools mark a picture's place in a text: Qwen-VL's `<img>a.png</img>`, Phi's `<|image_1|>`, MMMU's
-# `<image 1>`, and the tokens of Gemma, DeepSeek-VL and InternLM. Nobody writes them about HTML.
+# `<image 1>`, and the tokens of Gemma, DeepSeek-VL and InternLM. A text about HTML has no reason to contain them.
 FOREIGN_MARKS = re.compile(
     r"<img>[^<>]+</img>|<\|image(_\d+|_pad)?\|>|<image[ _]?\d+>|<start_of_image>|<image_placeholder>|<ImageHere>"
 )
-# A picture as Markdown or HTML names it. Texts about these languages do so too, so it counts only if the picture
-# exists, or is in the text itself.
+# Markdown or HTML that embeds a picture. A text about Markdown or HTML may contain it too, so it counts as a picture
+# only if the file exists, or if it is a data URL.
 NAMED_PICTURES = re.compile(r"!\[[^\]]*\]\(([^()\s]+)\)|<img\b[^<>]*\bsrc=[\"']([^\"']+)[\"']")
 # How many characters of a path an error message shows.
 LONGEST_PATH = 200

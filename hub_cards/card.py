@@ -319,7 +319,7 @@ def describe_origins(facts: Facts, prose: Prose) -> str:
     if facts.config.get("llava_name_or_path"):
         sentences.append("Converted from a Llava checkpoint.")
     if facts.parent is not None:
-        sentences.append(f"Trained on from {facts.parent}.")
+        sentences.append(f"Trained further from {facts.parent}.")
     sentences += [f"Made from {hub_id}." for hub_id in facts.parts]
 
     # `card.yaml` speaks of the parts without a Hub id.

@@ -53,7 +53,7 @@ def find_faults(folder: Path, weights: Weights | None = None) -> list[str]:
 
     Args:
         folder: The release folder.
-        weights: What the weight files hold from which the folder was just built; otherwise its own are read.
+        weights: What the weight files hold, if they were just read to build the folder; `None` to read them here.
     """
     faults = []
     for path in list_release(folder):

@@ -178,7 +178,7 @@ def deal_held_out(args: TrainingConfig, rows: Dataset, blank: int, packed_length
     if packed_length is not None and packed.longest > packed_length:
         raise UserError(
             f"A held-out row has {packed.longest} tokens, more than packed_length {packed_length} (text alone gets a "
-            f"blank picture of {blank}). Raise packed_length, or leave it out with max_length and bad_rows: skip."
+            f"blank picture of {blank}). Raise packed_length, or leave long rows out: max_length and bad_rows: skip."
         )
 
     batches: list[list[int]] = []
@@ -250,8 +250,8 @@ def packed_batches(
 
     packed_rows = []
     for samples in np.split(order, step_borders):
-        # An incomplete last step takes no pass in which no process would get a sample. In its last pass some may get
-        # none.
+        # In an incomplete last step, each pass has a sample for at least one process. In its last pass, some processes
+        # may have none.
         num_passes = min(accumulation_steps, math.ceil(len(samples) / num_processes))
 
         lengths_of_step = lengths[samples].tolist()

@@ -162,7 +162,7 @@ def compose(
     if find_format(tokenizer) is None:
         logger.warning(
             "Chat format Vicuna: the language model has no chat template, or one that can't be written with pictures "
-            "and marked answers. If it has learned another format, it begins by answering worse."
+            "and marked answers. A model that was trained with another format will answer worse at first."
         )
     template = write_template(chat, tokenizer, image_token)
     processor = make_processor(model, image_processor, tokenizer, image_token, num_additional, template)
@@ -249,7 +249,7 @@ def keep_chat_template(
     Returns:
         The template, and the token that ends an answer.
     """
-    # Without pictures, the template is only the language model's.
+    # A template that writes no image token was made for the language model alone, and not for the Llava.
     if processor_template is None or not holds_pictures(tokenizer, processor_template, image_token):
         chat = chat_format(tokenizer)
         return write_template(chat, tokenizer, image_token), chat.end_of_turn
@@ -459,7 +459,7 @@ recipe's steps; plain Llava's image tokens entered at nearly 4 times the norm of
   --projector_norm none                     plain Llava, to compare with
 
 The first two haven't been compared after the whole recipe, on photographs or in a larger decoder.
-`python -m diagnostics` measures your model's ratio on your pictures."""
+`python -m diagnostics` measures your model's ratio of image to text norms on your pictures."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -477,7 +477,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vision_model", help="vision encoder: folder or Hub id")
     parser.add_argument("--text_model", help="decoder language model: folder or Hub id")
     parser.add_argument("--llava_model", help="Llava checkpoint to convert instead: folder or Hub id")
-    parser.add_argument("--projector_norm", choices=get_args(ProjectorNorm), help="required: no arm is the default")
+    parser.add_argument(
+        "--projector_norm", choices=get_args(ProjectorNorm), help="required; the end of --help compares the arms"
+    )
     parser.add_argument("--no_align_norm", action="store_true", help="start the norm at gain 1, not at text's norm")
     parser.add_argument(
         "--norm_target_ratio", type=float, default=1, help="initial norm of image tokens, a multiple of text's"

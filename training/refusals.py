@@ -19,8 +19,8 @@ from training.arguments import RunArguments, TrainingConfig
 from training.stages import Stage
 
 
-# Fields of TRL and transformers that must keep their default, since nothing here does what they ask for. The reason
-# stands in the error. All other inherited fields are used.
+# Fields of TRL and transformers that this project ignores, so they must keep their default. The value is the reason
+# that the error gives. Every other inherited field is used, or a check of its own looks at it.
 FIXED_FIELDS = {
     # The model and its adapters
     "use_peft": "give stage 'adapt' to train adapters",
@@ -246,10 +246,10 @@ def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
     """One field sets the number of samples in a step. Samples of a packed row don't change each other's loss.
 
-    accelerate doesn't deal the batches.
+    accelerator_config keeps its default, since batches don't come from accelerate.
     """
     if args.accelerator_config != AcceleratorConfig():
-        raise UserError("accelerator_config is not used: batches are dealt here; take it out.")
+        raise UserError("accelerator_config has no effect, since batches don't come from accelerate: take it out.")
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:

@@ -186,8 +186,8 @@ class StreamBatches(IterableDataset):
         readers_now = [len(self.places)] * self.args.world_size
         if readers_before != readers_now:
             raise UserError(
-                f"{checkpoint} is of other processes and workers (readers of each: {readers_before}, now "
-                f"{readers_now}): resume as before, or train its model from the stream's start "
+                f"{checkpoint} was saved with another number of processes or workers (readers of each: "
+                f"{readers_before}, now {readers_now}): resume as before, or train its model from the stream's start "
                 "with another output_dir."
             )
         own_state = states[self.args.process_index]

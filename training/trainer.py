@@ -190,8 +190,8 @@ class NormLlavaTrainer(SFTTrainer):
     ) -> tuple[nn.Module, DataLoader]:
         """Compile the layers if the run asks for it, and rehearse the largest batches.
 
-        Both must come after a resumed run has loaded its checkpoint and before the first step. There Trainer calls the
-        callbacks' `on_train_begin`, which gets neither the batches nor the model that accelerate has prepared.
+        Both must come after a resumed run has loaded its checkpoint and before the first step. The only callback in
+        between is `on_train_begin`, which gets neither the batches nor the model that accelerate has prepared.
         """
         # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)

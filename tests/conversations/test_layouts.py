@@ -339,7 +339,7 @@ def test_a_row_with_a_video_or_a_sound_is_refused(tmp_path: Path, column: str, s
     with_media, without, with_frame = load_rows(str(path), str(pictures), streaming=stored == "stream")
     check_row(without)
     check_row(with_frame)
-    with pytest.raises(BadRowError, match=f"`{column}` isn't read, and without a picture"):
+    with pytest.raises(BadRowError, match=f"`{column}` isn't read, and the row has no picture"):
         check_row(with_media)
 
 
@@ -353,7 +353,7 @@ def test_a_column_of_sounds_is_known_by_its_type(tmp_path: Path, streaming: bool
     pq.write_table(pa.Table.from_pylist([row, row | {"said": None}], schema=schema), tmp_path / "rows.parquet")
     with_sound, without = load_rows(str(tmp_path / "rows.parquet"), streaming=streaming)
     check_row(without)
-    with pytest.raises(BadRowError, match="`said` isn't read, and without a picture"):
+    with pytest.raises(BadRowError, match="`said` isn't read, and the row has no picture"):
         check_row(with_sound)
 
 

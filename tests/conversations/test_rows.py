@@ -70,7 +70,7 @@ def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> Non
         "![](data:image/png;base64,iVBORw0KGgo=) What is it?",
     ],
 )
-def test_a_question_that_names_its_picture_in_another_way_is_refused(tmp_path: Path, question: str) -> None:
+def test_a_question_with_another_tools_picture_mark_is_refused(tmp_path: Path, question: str) -> None:
     """Without its picture, the model would learn to answer blind. The picture a.png is in the image folder."""
     path = write_json(tmp_path, [{"conversations": turns(question, "A dog.")}])
     (row,) = load_rows(str(path), str(tmp_path / "pictures"))

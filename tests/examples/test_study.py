@@ -90,7 +90,7 @@ def draw_scores(rng: np.random.Generator, seeds: list[int], effect_at_slow: floa
     return tabulate_scores(runs), matrix
 
 
-def test_arms_are_compared_within_seeds_as_by_the_formulas_of_a_two_way_layout() -> None:
+def test_comparisons_of_arms_match_the_formulas_of_a_randomized_block_design() -> None:
     scores, matrix = draw_scores(np.random.default_rng(0), all_seeds())
     num_seeds, num_arms = matrix.shape
     comparison = compare_arms(scores)
@@ -120,7 +120,7 @@ def test_a_seed_that_is_better_for_all_arms_changes_no_comparison() -> None:
         assert pair.low == pytest.approx(same_pair.low)
 
 
-def test_whether_arm_and_rate_interact_as_by_the_formulas_of_a_split_plot() -> None:
+def test_the_interaction_of_arm_and_rate_matches_the_formulas_of_a_split_plot() -> None:
     scores, matrix = draw_scores(np.random.default_rng(2), all_seeds(), effect_at_slow=3.0)
     is_fast = np.array([seed in FAST_SEEDS for seed in all_seeds()])
     fast, slow = matrix[is_fast], matrix[~is_fast]
@@ -154,7 +154,7 @@ def compare_made_up(percents: dict[Arm, list[float]]) -> Comparison:
 
 
 def around(mean: float, distance: float, shift: int) -> list[float]:
-    """Sixteen numbers around a mean, four patterns of which don't go together."""
+    """Sixteen numbers around a mean, in one of four patterns that `shift` picks."""
     signs = [1, -1, -1, 1] * 4
     return [mean + distance * signs[(number + shift) % 16] for number in range(16)]
 

@@ -112,7 +112,7 @@ def test_a_run_whose_loss_is_not_finite_is_told_from_a_crash(
     assert study_run.read_training(tmp_path / "out") == {"losses": [], "clipped": {}}
 
 
-def test_the_norm_and_the_projector_are_clipped_apart(recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_norm_and_the_projector_are_clipped_separately(recipe: Callable[..., Path], tmp_path: Path) -> None:
     assert train(recipe()) == 0
     training = measures.read_training(tmp_path / "out")
     assert len(training["losses"]) == 1

@@ -419,7 +419,7 @@ def test_the_parent_of_a_model_is_named_and_its_licence_is_asked_for(
     data = ModelCard(card).data
     assert data.base_model == ["someone/NC-NormLlava"]
     assert data.license == "cc-by-nc-4.0"
-    assert "Trained on from someone/NC-NormLlava. Made from Qwen/Qwen2.5-0.5B-Instruct." in card
+    assert "Trained further from someone/NC-NormLlava. Made from Qwen/Qwen2.5-0.5B-Instruct." in card
 
 
 def test_a_stage_that_was_run_again_since_is_not_told(run_after_align: Path, build_card: Callable[..., str]) -> None:

@@ -140,7 +140,7 @@ class Runner:
         """Run a cell, add its record to the file of records, and print the study's progress.
 
         Raises:
-            CalledProcessError: if the run crashed or was stopped. The file has a line of a crash.
+            CalledProcessError: if the run crashed or was stopped. A crash, but not a stop, is added to the file.
         """
         shared_start = self._make_start(cell.seed)
         arm_number = list(Arm).index(cell.arm)  # for the folder, since arms' names have spaces

@@ -128,10 +128,10 @@ def interaction_p(scores: pd.DataFrame) -> float:
 
 
 def compare_by_seed(scores: pd.DataFrame) -> list[Difference]:
-    """Each pair's difference by another road, to see whether the result depends on the model: t over seeds.
+    """Each pair's difference by a paired t test over seeds, to see whether the result depends on the linear model.
 
-    Each seed's difference is one number, and Student's t interval is over these numbers. Only their own spread counts,
-    where the linear model takes one spread for all pairs.
+    Each seed gives one number, its difference. Only the spread of these numbers counts, whereas the linear model
+    estimates one spread for all pairs.
     """
     by_seed = scores.pivot(index="seed", columns="arm", values="score")
     pairs = []

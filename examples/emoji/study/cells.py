@@ -45,9 +45,9 @@ FAST = Rates(projector=2e-4, norm=1.2e-4)
 SLOW = Rates(projector=5e-5, norm=3e-5)
 FAST_SEEDS = range(101, 109)
 SLOW_SEEDS = range(109, 117)
-# If the study ends before all seeds are whole, each rate must have so many whole seeds.
+# However the study ends, each rate must have at least this many whole seeds.
 FEWEST_SEEDS = 4
-# A seed whose run has crashed so often leaves the study, with all its arms.
+# A seed leaves the study, with all its arms, once one of its runs has crashed this many times.
 MOST_CRASHES = 2
 
 

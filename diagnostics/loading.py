@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, BaseImageProcessor, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from common.errors import UserError, errors_named_after
@@ -19,7 +19,7 @@ from conversations.pictures import fingerprint, open_images
 from conversations.pixels import to_rgb
 from conversations.rows import BadRowError, Row, check_row, row_turns, to_messages
 from conversations.sources import find_source, holds_dataset_files
-from diagnostics.parts import DiagnosticsError, find_decoder, find_encoder, image_token_id
+from diagnostics.parts import DiagnosticsError, complete_processor, find_decoder, image_token_id
 
 
 logger = logging.getLogger(__name__)
@@ -125,34 +125,6 @@ def load_model(
 
     complete_processor(processor, model)
     return model.eval(), processor
-
-
-def complete_processor(processor: Any, model: Any) -> None:
-    """Give a Llava's processor what it needs to count image tokens, if its folder doesn't say so.
-
-    Older checkpoints have no `patch_size`, and their processor then fails on the first picture.
-    """
-    encoder: Any = find_encoder(model)
-    lacks_patch_size = getattr(processor, "patch_size", 0) is None  # 0 for a processor that doesn't count by patches
-    if encoder is None or not lacks_patch_size:
-        return
-    _, num_additional = vision_tokens(encoder, processor.image_processor)
-    processor.patch_size = encoder.config.patch_size
-    processor.num_additional_image_tokens = num_additional
-    processor.vision_feature_select_strategy = model.config.vision_feature_select_strategy
-
-
-def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
-    """The number of patches of a picture or tile, and of the tokens that the encoder adds, such as a CLS token."""
-    picture = Image.new("RGB", (64, 48))  # any size would do
-    pixel_values = image_processor(picture, return_tensors="pt")["pixel_values"]
-    with torch.no_grad():
-        outputs = vision_model(pixel_values.to(vision_model.device, vision_model.dtype))
-    num_tokens = outputs.last_hidden_state.shape[1]  # [num_tiles, num_tokens, hidden_size]
-
-    config = vision_model.config
-    num_patches = (config.image_size // config.patch_size) ** 2
-    return num_patches, num_tokens - num_patches
 
 
 def load_processor(name: str, trust_remote_code: bool = False) -> Any:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from common.errors import UserError
 
@@ -35,6 +37,34 @@ def find_encoder(model: PreTrainedModel) -> nn.Module | None:
     if encoder is model or encoder is model.base_model:
         return None
     return encoder
+
+
+def complete_processor(processor: Any, model: Any) -> None:
+    """Give a Llava's processor what it needs to count image tokens, if its folder doesn't say so.
+
+    Older checkpoints have no `patch_size`, and their processor then fails on the first picture.
+    """
+    encoder: Any = find_encoder(model)
+    lacks_patch_size = getattr(processor, "patch_size", 0) is None  # 0 for a processor that doesn't count by patches
+    if encoder is None or not lacks_patch_size:
+        return
+    _, num_additional = vision_tokens(encoder, processor.image_processor)
+    processor.patch_size = encoder.config.patch_size
+    processor.num_additional_image_tokens = num_additional
+    processor.vision_feature_select_strategy = model.config.vision_feature_select_strategy
+
+
+def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
+    """The number of patches of a picture or tile, and of the tokens that the encoder adds, such as a CLS token."""
+    picture = Image.new("RGB", (64, 48))  # any size would do
+    pixel_values = image_processor(picture, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        outputs = vision_model(pixel_values.to(vision_model.device, vision_model.dtype))
+    num_tokens = outputs.last_hidden_state.shape[1]  # [num_tiles, num_tokens, hidden_size]
+
+    config = vision_model.config
+    num_patches = (config.image_size // config.patch_size) ** 2
+    return num_patches, num_tokens - num_patches
 
 
 def find_projector(model: PreTrainedModel) -> nn.Module | None:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from common.errors import UserError
+from diagnostics.parts import complete_processor
 
 
 def leave_out_default_stop() -> None:
@@ -85,6 +86,7 @@ class ImageTextToText(lmms):
         self._model = AutoModelForImageTextToText.from_pretrained(
             pretrained, dtype=dtype, device_map={"": self.device}, trust_remote_code=True
         ).eval()
+        complete_processor(self._processor, self._model)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Answer requests, and return the answers in the order of the requests.

@@ -35,8 +35,8 @@ from conversations.chat_template import chat_format, find_format, holds_pictures
 from conversations.loading import load_rows
 from conversations.tiles import cuts_tiles
 from diagnostics.hooks import InterfaceHooks
-from diagnostics.loading import vision_tokens
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
+from diagnostics.parts import vision_tokens
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaProcessor
 from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.align import align

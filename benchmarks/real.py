@@ -38,16 +38,14 @@ from common.console import command, parse
 
 import torch
 import transformers.trainer
-from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, LlavaForConditionalGeneration, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.gpu.bare_loop import to_device
+from benchmarks.bare_step import take_step, to_device
 from benchmarks.trl_rows import trl_dataset
 from common.errors import UserError
-from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
 
@@ -329,30 +327,16 @@ class BareLoop(TrainerCallback):
             torch.cuda.synchronize()
         self.clock_readings.append(perf_counter())
 
+    def take_step(self, inputs: dict[str, Any]) -> None:
+        """Take a step on one batch, and keep its loss."""
+        loss = take_step(self.model, [inputs], self.optimizer, self.args)
+        self.losses.append(loss.item())
+
     def count_flops(self, inputs: dict[str, Any]) -> None:
         """Take a step and count its FLOPs for each token."""
         with FlopCounterMode(display=False) as counter:
             self.take_step(inputs)
         self.flops_per_token = counter.get_total_flops() / inputs["input_ids"].numel()
-
-    def take_step(self, inputs: dict[str, Any]) -> None:
-        """Take a step with the trainer's arithmetic.
-
-        The head computes logits at supervised positions only, the loss is the mean over these positions, and gradients
-        are clipped.
-        """
-        next_tokens = inputs.pop("labels")[:, 1:]  # [batch_size, length - 1]
-        is_supervised = next_tokens != IGNORED
-        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.args.bf16):
-            states = self.model.model(**inputs, use_cache=False).last_hidden_state  # [batch_size, length, hidden_size]
-            supervised_states = states[:, :-1][is_supervised]  # the last position has no next token
-            logits = self.model.lm_head(supervised_states)  # [supervised tokens, vocabulary]
-        loss = F.cross_entropy(logits.float(), next_tokens[is_supervised])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the trainer's mean loss and peak memory. The model is saved afterwards, so saving doesn't count."""

@@ -15,12 +15,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
+from diagnostics.keys import BANDWIDTHS
 from diagnostics.tokens import Inputs, Tokens, classify, find_sinks, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAdapterForConditionalGeneration
 
 
-# The bandwidths of the MMD's kernels, the same as in the diagnostics.
-BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # The most tokens of each modality that the losses take from a forward pass.
 MAX_TOKENS = 256
 

@@ -21,10 +21,10 @@ from common.errors import UserError
 from common.files import hash_files
 from conversations.layouts import (
     IDENTIFYING_FIELDS,
-    MEDIA_COLUMNS,
     PICTURE_COLUMNS,
     READ_COLUMNS,
     Row,
+    names_media,
     read_row,
 )
 from conversations.sources import Source
@@ -75,18 +75,23 @@ def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Cou
 
 
 def media_columns(features: datasets.Features) -> list[str]:
-    """The columns that can hold a video or a sound, by their type or by their name."""
+    """The columns that nothing reads and that hold pictures, videos or sounds, by their type or by their name."""
     columns = []
     for name, feature in features.items():
         if isinstance(feature, (datasets.List, datasets.LargeList)):
             feature = feature.feature
-        if name in MEDIA_COLUMNS or isinstance(feature, (datasets.Video, datasets.Audio)):
+        is_media = isinstance(feature, (datasets.Image, datasets.Video, datasets.Audio))
+        if names_media(name) or (is_media and name not in PICTURE_COLUMNS):
             columns.append(name)
     return columns
 
 
 def find_media(dataset: datasets.Dataset) -> dict[str, np.ndarray]:
-    """Which rows hold a video or a sound: for each of `media_columns`, a boolean for each row, `(num_rows,)`."""
+    """Which rows hold unread pictures, videos or sounds.
+
+    Returns:
+        For each of `media_columns`, a boolean for each row, `(num_rows,)`.
+    """
     masks = {}
     for name in media_columns(dataset.features):
         chunk_masks = [_content_mask(chunk) for chunk in dataset.data[name].chunks]

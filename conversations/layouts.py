@@ -14,6 +14,7 @@ them.
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -29,8 +30,9 @@ Turn = dict[str, Any]
 PICTURE_COLUMNS = ("images", "image")
 # LLaVA's names of the roles, by the names that rows use.
 LLAVA_ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
-# The columns of videos and sounds. A row with one and without pictures is refused: the model wouldn't see or hear it.
-MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
+# Names of columns of pictures, videos and sounds that nothing reads, such as `video`, `audios`, `image_path` or `img`.
+# A row with one and without pictures is refused: the model wouldn't see or hear it.
+MEDIA_NAME = re.compile(r"(image|img|picture|photo|video|audio|sound)s?(_(path|file|url)s?)?")
 # Fields about a row as a whole, such as its source or its picture's size. They hold nothing to learn, so they aren't
 # read, and no warning names them.
 IDENTIFYING_FIELDS = frozenset({
@@ -54,12 +56,13 @@ class LayoutError(UserError):
     """Says why a row can't be read, or can't be read without a change of its meaning."""
 
 
-def read_row(row: Row, media_columns: Collection[str] = MEDIA_COLUMNS) -> Row:
+def read_row(row: Row, media_columns: Collection[str] = ()) -> Row:
     """Read a row of any layout.
 
     Args:
         row: The row.
-        media_columns: The columns that can hold a video or a sound. A row that has one needs pictures too.
+        media_columns: The unread columns that hold pictures, videos or sounds by their type. A row that has one needs
+            pictures too, and so does a row with a column that has a [`MEDIA_NAME`].
 
     Returns:
         A row with these fields:
@@ -77,7 +80,7 @@ def read_row(row: Row, media_columns: Collection[str] = MEDIA_COLUMNS) -> Row:
         read_column = TURN_COLUMNS[column]
         turns = read_column(row, reader)
         pictures = _choose_pictures(row, reader.pictures)
-        if not pictures:  # with pictures, they may be the frames of the video
+        if not pictures:  # with pictures, the column may hold the video that they are the frames of
             _refuse_media(row, media_columns)
         turns = _add_system(turns, row.get("system"))
         if column != "conversations":  # in LLaVA's layout the turns mark their pictures already
@@ -90,14 +93,22 @@ def read_row(row: Row, media_columns: Collection[str] = MEDIA_COLUMNS) -> Row:
 
 
 def _refuse_media(row: Row, media_columns: Collection[str]) -> None:
-    for column in media_columns:
-        if has_content(row.get(column)):
+    for column, value in row.items():
+        if (column in media_columns or names_media(column)) and has_content(value):
             raise LayoutError(media_problem(column))
 
 
+def names_media(column: str) -> bool:
+    """Whether an unread column holds pictures, videos or sounds, by its name."""
+    return column not in PICTURE_COLUMNS and MEDIA_NAME.fullmatch(column) is not None
+
+
 def media_problem(column: str) -> str:
-    """What is wrong with a row that has a video or sound in this column."""
-    return f"`{column}` isn't read, and the row has no picture: give a video's frames as `images`, or drop the row"
+    """What is wrong with a row that has a picture, video or sound in this column."""
+    return (
+        f"`{column}` isn't read, and the row has no picture: give pictures, or a video's frames, as `images`, or drop "
+        "the row"
+    )
 
 
 def _unread_fields(fields: dict[str, Any], read_names: frozenset[str]) -> list[str]:

@@ -173,7 +173,7 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
 
 
 def add_problems(column_groups: list[datasets.Dataset], media: dict[str, np.ndarray]) -> list[datasets.Dataset]:
-    """Column groups whose column `problem` also tells of the rows that hold a video or a sound, and no picture.
+    """Column groups whose column `problem` also tells of the rows whose pictures, videos or sounds nothing reads.
 
     Args:
         column_groups: Datasets that each hold some columns of all rows.

@@ -320,16 +320,17 @@ def test_a_question_without_a_text_is_a_bad_row(tmp_path: Path, column: str) -> 
         check_row(row)
 
 
-# The columns of rows that hold a video or a sound beside LLaVA's turns, or beside messages.
+# The columns of rows that hold a video, a sound or an unread picture beside LLaVA's turns, or beside messages.
 MEDIA_ROWS = {
     "video": {"video": "a.mp4", "conversations": turns("What happens?", "A dog runs.")},
     "audios": {"audios": ["a.wav"], "messages": [message("user", "What is said?"), ANSWER]},
+    "image_path": {"image_path": "a.png", "messages": [message("user", "What is this?"), ANSWER]},
 }
 
 
 @pytest.mark.parametrize("stored", ["JSON", "parquet", "stream"])
 @pytest.mark.parametrize("column", MEDIA_ROWS)
-def test_a_row_with_a_video_or_a_sound_is_refused(tmp_path: Path, column: str, stored: str) -> None:
+def test_a_row_with_a_video_a_sound_or_an_unread_picture_is_refused(tmp_path: Path, column: str, stored: str) -> None:
     media_row = MEDIA_ROWS[column]
     empty = [] if isinstance(media_row[column], list) else None
     frame = {"conversations": CONVERSATION} if "conversations" in media_row else {}
@@ -344,17 +345,18 @@ def test_a_row_with_a_video_or_a_sound_is_refused(tmp_path: Path, column: str, s
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
-def test_a_column_of_sounds_is_known_by_its_type(tmp_path: Path, streaming: bool) -> None:
+@pytest.mark.parametrize("feature", [datasets.Audio(), datasets.Image()], ids=["sounds", "pictures"])
+def test_a_column_of_sounds_or_pictures_is_known_by_its_type(tmp_path: Path, feature: Any, streaming: bool) -> None:
     text = datasets.Value("string")
     conversations = datasets.List({"from": text, "value": text})
-    # The schema's metadata says that a column has sounds.
-    schema = datasets.Features({"said": datasets.Audio(), "conversations": conversations}).arrow_schema
-    row = {"said": {"bytes": b"RIFF", "path": None}, "conversations": turns("What?", "A dog.")}
-    pq.write_table(pa.Table.from_pylist([row, row | {"said": None}], schema=schema), tmp_path / "rows.parquet")
-    with_sound, without = load_rows(str(tmp_path / "rows.parquet"), streaming=streaming)
+    # The schema's metadata says what a column has.
+    schema = datasets.Features({"it": feature, "conversations": conversations}).arrow_schema
+    row = {"it": {"bytes": b"RIFF", "path": None}, "conversations": turns("What?", "A dog.")}
+    pq.write_table(pa.Table.from_pylist([row, row | {"it": None}], schema=schema), tmp_path / "rows.parquet")
+    with_media, without = load_rows(str(tmp_path / "rows.parquet"), streaming=streaming)
     check_row(without)
-    with pytest.raises(BadRowError, match="`said` isn't read, and the row has no picture"):
-        check_row(with_sound)
+    with pytest.raises(BadRowError, match="`it` isn't read, and the row has no picture"):
+        check_row(with_media)
 
 
 def test_an_unread_field_is_named_with_its_number_of_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

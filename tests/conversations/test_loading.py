@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -339,3 +341,28 @@ def test_the_fingerprint_of_a_dataset_on_the_hub_changes_with_its_commit(monkeyp
 
     assert fingerprint_at("a") == fingerprint_at("a")
     assert fingerprint_at("a") != fingerprint_at("b")
+
+
+@pytest.mark.slow
+def test_a_million_short_rows_fit_into_two_gibibytes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        for number in range(1_000_000):
+            messages = [
+                {"role": "user", "content": f"What follows {number}?"},
+                {"role": "assistant", "content": str(number + 1)},
+            ]
+            file.write(json.dumps({"id": number, "messages": messages}) + "\n")
+
+    # A process of its own, since "VmHWM" is the highest memory that a process has ever had.
+    script = (
+        "import sys\n"
+        "from conversations.loading import load_rows\n"
+        "rows = load_rows(sys.argv[1])\n"
+        "print(len(rows), rows[999_999]['source'].split(', ')[-1])\n"
+        "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path], stdout=subprocess.PIPE, text=True, check=True)
+    last_row, peak_kib = done.stdout.splitlines()
+    assert last_row == "1000000 row 999999"
+    assert int(peak_kib) < 2 * 2**20

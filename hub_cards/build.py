@@ -135,14 +135,14 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
     # The run and the options are checked before anything is written.
     check_names(run, options)
     facts = collect_facts(run, options.text_model, options.vision_model)
+    licence = choose_licence(facts.text_model, facts.vision_model, options.license, facts.parent)
+    check_licensed_name(licence, options.repo_id)
+    licence_text = read_licence_text(licence, options.base_licence_file)
+
     prose_file = options.prose
     if prose_file is None:
         prose_file = find_prose(run)
     prose = read_prose(prose_file, facts)
-
-    licence = choose_licence(facts.text_model, facts.vision_model, options.license, facts.parent)
-    check_licensed_name(licence, options.repo_id)
-    licence_text = read_licence_text(licence, options.base_licence_file)
 
     faults = find_model_faults(run, facts.weights)
     if faults:

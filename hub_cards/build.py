@@ -22,7 +22,6 @@ from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.answers import answer_prompts, make_prompt
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
-from hub_cards.code import list_class_files, needed_auto_maps
 from hub_cards.contents import (
     APACHE_TEXT,
     CARD_FILE,
@@ -35,8 +34,9 @@ from hub_cards.contents import (
     WEIGHTS_INDEX,
     read_json,
 )
-from hub_cards.facts import Facts, collect_facts, is_hub_id, read_normllava_config
+from hub_cards.facts import collect_facts, is_hub_id
 from hub_cards.licences import APACHE, Licence, choose_licence
+from hub_cards.model_folder import ModelFolder
 from hub_cards.plain import as_llava_index, as_llava_settings, copy_as_llava
 from hub_cards.release import Release, read_release
 from hub_cards.weights import Weights
@@ -144,16 +144,17 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
         prose_file = find_prose(run)
     prose = read_prose(prose_file, facts)
 
-    faults = find_model_faults(run, facts.weights)
+    model = facts.model
+    faults = find_model_faults(model)
     if faults:
         raise UserError("\n  ".join([f"The model in {run} can't be published:", *faults]))
 
     # `fresh_folder` deletes what an interrupted build left.
     partial_folder = fresh_folder(folder.with_name(f"{folder.name}.partial"))
-    copy_checkpoint(run, partial_folder, facts)
+    copy_checkpoint(model, partial_folder)
     line_counts: dict[str, int] = {}  # stays empty for a plain Llava, which transformers' own class runs
-    if not facts.is_plain_llava:
-        line_counts = copy_class_files(run, partial_folder, facts)
+    if not model.is_plain_llava:
+        line_counts = copy_class_files(model, partial_folder)
     write_licence(partial_folder, licence, licence_text)
     for path in SERVING_FILES:
         shutil.copy(path, partial_folder)
@@ -164,7 +165,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
     release = Release(
         repo_id=options.repo_id,
         revision=options.revision,
-        weights=fingerprint(facts.weights.file_hashes),
+        weights=fingerprint(model.weights.file_hashes),
     )
     release.write(partial_folder)
 
@@ -176,7 +177,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
 
     build_space(folder.with_name(f"{folder.name}-space"))
     partial_folder.rename(folder)  # may replace an empty folder
-    return facts.weights
+    return model.weights
 
 
 def check_names(run: Path, options: BuildOptions) -> None:
@@ -235,15 +236,16 @@ def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
     return base_licence_file.read_text(encoding="utf-8")
 
 
-def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
+def copy_checkpoint(model: ModelFolder, folder: Path) -> None:
     """Copy the weights, the tokenizer and the settings. The settings lose the names of this machine's folders.
 
     The weights and settings of a plain Llava are written in the form of transformers' own Llava.
     """
-    vision_type = facts.config["vision_config"]["model_type"]
-    weight_files = list(facts.weights.file_hashes)  # the hashes are by the files' names
+    run = model.path
+    vision_type = model.settings["vision_config"]["model_type"]
+    weight_files = list(model.weights.file_hashes)  # the hashes are by the files' names
     for name in weight_files:
-        if facts.is_plain_llava:
+        if model.is_plain_llava:
             copy_as_llava(run / name, folder, vision_type)
         else:
             shutil.copy(run / name, folder)
@@ -256,9 +258,9 @@ def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
         if not (run / name).exists():
             continue
         settings = without_local_names(read_json(run / name))
-        if facts.is_plain_llava and name == "config.json":
+        if model.is_plain_llava and name == "config.json":
             settings = as_llava_settings(settings)
-        if facts.is_plain_llava and name == WEIGHTS_INDEX:
+        if model.is_plain_llava and name == WEIGHTS_INDEX:
             settings = as_llava_index(settings, vision_type)
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (folder / name).write_text(text + "\n", encoding="utf-8")
@@ -283,7 +285,7 @@ def without_local_names(value: Any) -> Any:
     return kept_fields
 
 
-def copy_class_files(run: Path, folder: Path, facts: Facts) -> dict[str, int]:
+def copy_class_files(model: ModelFolder, folder: Path) -> dict[str, int]:
     """Copy this version's class files into the release folder, and count their lines.
 
     The class files in the run's folder are not copied: they may be another version's, with which the model was not
@@ -293,13 +295,12 @@ def copy_class_files(run: Path, folder: Path, facts: Facts) -> dict[str, int]:
         The number of lines of each class file, by the file's name.
     """
     line_counts = {}
-    auto_maps = needed_auto_maps(read_normllava_config(run), facts.processor)
-    for class_file in list_class_files(auto_maps):
+    for class_file in model.class_files:
         shutil.copy(class_file, folder)
         text = class_file.read_text(encoding="utf-8")
         line_counts[class_file.name] = len(text.splitlines())
 
-        run_file = run / class_file.name
+        run_file = model.path / class_file.name
         if run_file.exists() and run_file.read_text(encoding="utf-8") != text:
             logger.info("%s is another version's. The release gets this version's.", run_file)
     return line_counts

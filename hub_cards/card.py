@@ -15,8 +15,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.errors import UserError
 from evaluation.record import Evaluation
-from hub_cards.code import has_own_processor
-from hub_cards.facts import Facts, TrainingStage
+from hub_cards.facts import Facts
+from hub_cards.history import TrainingStage
 from hub_cards.licences import Licence
 from hub_cards.release import Release
 
@@ -118,8 +118,8 @@ def render_card(
         line_counts: Number of lines of each Python file of the model's classes, by the file's name; empty for a plain
             Llava.
     """
-    config = facts.config
-    total_weights = sum(facts.weights.counts.values())
+    config = facts.model.settings
+    total_weights = sum(facts.model.weights.counts.values())
     earlier_training_is_missing = len(facts.stages) > 0 and not facts.has_whole_history
     stages = [(stage.name or NOT_RECORDED, list_stage(stage)) for stage in facts.stages]
 
@@ -140,10 +140,10 @@ def render_card(
         parts=list_parts(facts, prose),
         total=format_count(total_weights),
         pictures=describe_pictures(facts),
-        cuts_tiles=has_own_processor(facts.processor),
-        is_plain_llava=facts.is_plain_llava,
-        decoder_config=facts.decoder_config,
-        dtypes=sorted(facts.weights.dtypes),
+        cuts_tiles=facts.model.cuts_tiles,
+        is_plain_llava=facts.model.is_plain_llava,
+        decoder_config=facts.model.config.get_text_config(),
+        dtypes=sorted(facts.model.weights.dtypes),
         class_files=join_names(list(line_counts)),
         num_class_lines=sum(line_counts.values()),
         question=json.dumps(choose_question(widgets), ensure_ascii=False),
@@ -184,7 +184,7 @@ def build_metadata(
         results.append(result)
 
     tags = ["conversational", "normllava"]
-    if not facts.is_plain_llava:
+    if not facts.model.is_plain_llava:
         tags.insert(0, "custom_code")
 
     # Fields that are `None` are left out of the YAML block.
@@ -219,13 +219,13 @@ def describe_norm_layer(config: dict[str, Any]) -> str:
 
 def describe_pictures(facts: Facts) -> str:
     """Sentences on how a picture becomes image tokens."""
-    size = facts.config["vision_config"].get("image_size") or NOT_RECORDED
-    num_tokens = facts.config.get("image_seq_length") or NOT_RECORDED
-    if not has_own_processor(facts.processor):
+    size = facts.model.settings["vision_config"].get("image_size") or NOT_RECORDED
+    num_tokens = facts.model.settings.get("image_seq_length") or NOT_RECORDED
+    if not facts.model.cuts_tiles:
         return f"Pictures of {size} pixels a side become {num_tokens} tokens."
 
     # `image_seq_length` counts the tokens of one tile. transformers calls tiles "patches".
-    max_grid_tiles = facts.processor["image_processor"]["max_patches"]
+    max_grid_tiles = facts.model.processor["image_processor"]["max_patches"]
     max_tiles = max_grid_tiles + 1  # with the whole picture as the last tile
     text = (
         f"A picture is cut into at most {max_grid_tiles} tiles of {size} pixels a side, and each tile becomes "
@@ -239,7 +239,7 @@ def describe_pictures(facts: Facts) -> str:
 def describe_initialization(facts: Facts) -> str:
     """Sentences on how the projector and the norm layer after it were initialized."""
     sentences = [describe_initial_l2_norm(facts)]
-    if facts.config.get("projector_aligned"):
+    if facts.model.settings.get("projector_aligned"):
         sentences.append(
             "Before training, the projector learned to point image tokens at the language model's own embeddings of "
             "captions (`training/align.py`), which is not part of the paper."
@@ -249,7 +249,7 @@ def describe_initialization(facts: Facts) -> str:
 
 def describe_initial_l2_norm(facts: Facts) -> str:
     """Sentences on the L2 norm that image tokens had before training."""
-    config = facts.config
+    config = facts.model.settings
     if config["projector_norm"] == "none":
         text = "This model has no norm after the projector."
         if config.get("projector_scaled"):
@@ -268,7 +268,7 @@ def describe_initial_l2_norm(facts: Facts) -> str:
         )
 
     # With a gain of 1, the d values of a token have a mean square of 1, and so an L2 norm of √d.
-    l2_norm = facts.decoder_config.hidden_size**0.5
+    l2_norm = facts.model.config.get_text_config().hidden_size ** 0.5
     return (
         "In this model, the gain of the LayerNorm after the projector starts at 1, which gives image tokens an L2 "
         f"norm of {l2_norm:.3g} (√d), regardless of text tokens."
@@ -280,10 +280,10 @@ def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
     new_part = "new in this model"
     vision_origin = describe_part_origin(facts.vision_model, prose.vision_encoder)
     text_origin = describe_part_origin(facts.text_model, prose.language_model)
-    projector_origin = "a Llava checkpoint" if facts.config.get("llava_name_or_path") else new_part
-    norm_origin = "none" if facts.config["projector_norm"] == "none" else new_part
+    projector_origin = "a Llava checkpoint" if facts.model.settings.get("llava_name_or_path") else new_part
+    norm_origin = "none" if facts.model.settings["projector_norm"] == "none" else new_part
 
-    counts = facts.weights.counts
+    counts = facts.model.weights.counts
     num_text_weights = counts["language_model"] + counts["lm_head"]
     rows = [
         ("vision encoder", vision_origin, format_count(counts["vision_tower"])),
@@ -291,7 +291,7 @@ def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
         ("norm after it", norm_origin, format_count(counts["norm"])),
         ("language model", text_origin, format_count(num_text_weights)),
     ]
-    if facts.config.get("key_adapter_rank"):
+    if facts.model.settings.get("key_adapter_rank"):
         rows.append(("key adapters in it", new_part, format_count(counts["key_adapter"])))
     return rows
 
@@ -316,7 +316,7 @@ def describe_part_origin(hub_id: str | None, part_prose: str) -> str:
 def describe_origins(facts: Facts, prose: Prose) -> str:
     """Sentences on what the model was made from."""
     sentences = []
-    if facts.config.get("llava_name_or_path"):
+    if facts.model.settings.get("llava_name_or_path"):
         sentences.append("Converted from a Llava checkpoint.")
     if facts.parent is not None:
         sentences.append(f"Trained further from {facts.parent}.")

@@ -12,7 +12,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForImageTextToText
 
 from common.errors import UserError
-from hub_cards.code import find_auto_maps, list_class_files, needed_auto_maps
 from hub_cards.contents import (
     CARD_FILE,
     HANDLER_FILE,
@@ -22,11 +21,10 @@ from hub_cards.contents import (
     is_listed,
     list_release,
     read_json,
-    read_processor,
 )
-from hub_cards.facts import read_config
+from hub_cards.model_folder import ModelFolder
 from hub_cards.release import read_release
-from hub_cards.weights import Weights, read_weights
+from hub_cards.weights import Weights
 
 
 # Tokens of the Hub: "hf_" for a user or "api_org_" for an organization, then at least 20 letters and digits.
@@ -63,11 +61,12 @@ def find_faults(folder: Path, weights: Weights | None = None) -> list[str]:
 
     try:
         read_release(folder)  # raises UserError if release.json is missing or can't be read
-        code_faults = find_code_faults(folder)
+        model = ModelFolder(folder, weights)
+        code_faults = find_code_faults(model)
         faults += code_faults
         # The model is loaded only if the folder names no code but this version's.
         if not code_faults:
-            faults += find_model_faults(folder, weights or read_weights(folder))
+            faults += find_model_faults(model)
     except UserError as error:
         faults.append(str(error))
     return faults
@@ -98,7 +97,7 @@ def find_file_faults(path: Path, folder: Path) -> list[str]:
     return faults
 
 
-def find_code_faults(folder: Path) -> list[str]:
+def find_code_faults(model: ModelFolder) -> list[str]:
     """Why a folder's code may not be published: a file of code is not this version's, or settings name other code.
 
     Settings name code in an `auto_map`. transformers runs this code when somebody loads the release.
@@ -107,15 +106,15 @@ def find_code_faults(folder: Path) -> list[str]:
         UserError: if config.json can't be read.
     """
     faults = []
-    auto_maps = needed_auto_maps(read_config(folder), read_processor(folder))
-    for file in (*list_class_files(auto_maps), HANDLER_FILE, PIXELS_FILE):
-        released_file = folder / file.name
+    for file in (*model.class_files, HANDLER_FILE, PIXELS_FILE):
+        released_file = model.path / file.name
         if not released_file.is_file() or released_file.read_bytes() != file.read_bytes():
             faults.append(f"{file.name}: is not this version's file. Delete the folder, and build it again.")
 
     for name in SETTINGS_FILES:
-        if (folder / name).is_file():
-            faults += find_auto_map_faults(name, read_json(folder / name), auto_maps.get(name))
+        path = model.path / name
+        if path.is_file():
+            faults += find_auto_map_faults(name, read_json(path), model.auto_maps.get(name))
     return faults
 
 
@@ -136,20 +135,36 @@ def find_auto_map_faults(name: str, settings: dict[str, Any], needed_auto_map: d
     return []
 
 
-def find_model_faults(folder: Path, weights: Weights) -> list[str]:
+def find_auto_maps(settings: Any) -> list[dict[str, str]]:
+    """Every `auto_map` of a settings file, at any depth."""
+    auto_maps = []
+    if isinstance(settings, list):
+        for entry in settings:
+            auto_maps += find_auto_maps(entry)
+    elif isinstance(settings, dict):
+        for name, entry in settings.items():
+            if name == "auto_map":
+                auto_maps.append(entry)
+            else:
+                auto_maps += find_auto_maps(entry)
+    return auto_maps
+
+
+def find_model_faults(model: ModelFolder) -> list[str]:
     """Why a model can't answer: files are missing, weights are not finite, or weights don't fit the config."""
-    missing = [name for name in NEEDED_FILES if not (folder / name).is_file()]
+    missing = [name for name in NEEDED_FILES if not (model.path / name).is_file()]
     if missing:
         return [f"{', '.join(missing)}: missing. Give the output folder of a complete run."]
 
     faults = []
-    if weights.not_finite:
-        faults.append(f"weights: {shorten(weights.not_finite)}: NaN or infinite values. Train again.")
+    not_finite = model.weights.not_finite
+    if not_finite:
+        faults.append(f"weights: {shorten(not_finite)}: NaN or infinite values. Train again.")
     try:
         # On the meta device, loading compares names and shapes of tensors and reads no values. With
         # `ignore_mismatched_sizes`, `loading_info` lists wrong shapes, where loading would otherwise stop.
         _, loading_info = AutoModelForImageTextToText.from_pretrained(
-            folder,
+            model.path,
             dtype="auto",
             device_map="meta",
             trust_remote_code=False,

@@ -100,11 +100,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}).") from error
-
-
-def read_processor(folder: Path) -> dict[str, Any]:
-    """The content of a folder's processor_config.json; empty if there is no such file."""
-    path = folder / "processor_config.json"
-    if not path.exists():
-        return {}
-    return read_json(path)

@@ -13,8 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
-from modeling_normllava import NormLlavaConfig
-
 
 # Fields that NormLlava's config adds to Llava's, with the values for which the model computes the same as a Llava.
 LLAVA_VALUES = {"projector_norm": "none", "spatial_merge_size": 1}
@@ -39,7 +37,7 @@ LLAVA_PREFIXES = {
 TYPES_WITH_VISION_MODEL = ("clip_vision_model", "siglip_vision_model")
 
 
-def is_plain_llava(config: NormLlavaConfig, processor: Mapping[str, Any]) -> bool:
+def computes_like_llava(config: LlavaConfig, processor: Mapping[str, Any]) -> bool:
     """Whether a model computes the same with transformers' own classes as with NormLlava's.
 
     Args:

@@ -4,15 +4,61 @@ With gradient checkpointing, a layer keeps only its input for the backward pass,
 which takes time.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
 # The largest share of the memory that a pass may take. The rest is for fragmentation.
 USABLE_SHARE = 0.9
+
+
+def choose_checkpointing(
+    model: nn.Module,
+    passes: Sequence[Callable[[], None]],
+    device: torch.device,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> bool:
+    """Let no layer be checkpointed if all processes have enough memory without. Every process must call this.
+
+    Args:
+        model: The model, whose layers are checkpointed.
+        passes: Run a forward and backward pass over each of the largest batches.
+        device: This process's device.
+        reduce: Sums a tensor over all processes.
+
+    Returns:
+        Whether layers are checkpointed from here on.
+    """
+    limit = memory_limit(device)
+    if limit is None:
+        return True
+
+    peaks = []
+    for run_pass in passes:
+        measure = partial(measure_peak, run_pass, device)
+        peaks.append(peak_without_checkpointing(model, measure))
+    peak = max(peaks)
+
+    is_too_large = torch.tensor(peak > USABLE_SHARE * limit, dtype=torch.long)
+    num_too_large = reduce(is_too_large)
+    keeps_checkpointing = bool(num_too_large > 0)
+    if not keeps_checkpointing:
+        stop_checkpointing(model)
+    logger.info(
+        "gradient checkpointing: %s; without it a step would take %.1f GiB of this device's %.1f",
+        keeps_checkpointing,
+        peak / GIB,
+        limit / GIB,
+    )
+    return keeps_checkpointing
 
 
 def memory_limit(device: torch.device) -> int | None:

@@ -18,8 +18,9 @@ import torch
 from accelerate import Accelerator
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerState
 from transformers.initialization import no_init_weights
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
 from common.errors import UserError
 from common.files import fresh_folder
@@ -215,6 +216,50 @@ def move_superseded(output_dir: Path, checkpoint: Path) -> None:
 
 
 # Writing checkpoints and the result
+
+
+@contextmanager
+def checkpoint_folder(
+    output_dir: Path, accelerator: Accelerator, run: Run, state: TrainerState, num_kept: int | None
+) -> Iterator[Path]:
+    """A block that writes a checkpoint into the folder that it gets. After it, the folder is in its place.
+
+    Every process must enter the block.
+
+    Args:
+        output_dir: The run's folder.
+        accelerator: The accelerator of this process.
+        run: The run's record, which is added to the checkpoint.
+        state: The trainer's state, which is added to the checkpoint.
+        num_kept: The number of checkpoints that are kept; `None` for all.
+    """
+    name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    with open_saving_folder(output_dir, accelerator) as saving_folder:
+        yield saving_folder / name
+
+    if state.best_model_checkpoint is not None:
+        # Trainer has set this to a path in the saving folder, which the checkpoint is about to leave.
+        state.best_model_checkpoint = str(output_dir / Path(state.best_model_checkpoint).name)
+    if accelerator.is_main_process:
+        run.write(saving_folder / name)
+        state.save_to_json(str(saving_folder / name / STATE_FILE))
+        publish_checkpoint(saving_folder / name, output_dir / name)
+        rotate_checkpoints(str(output_dir), num_kept, state.best_model_checkpoint)
+
+
+@contextmanager
+def result_folder(output_dir: Path, accelerator: Accelerator, run: Run, state: TrainerState) -> Iterator[Path]:
+    """A block that writes the final model into the folder that it gets. After it, the files are in the run's folder.
+
+    Every process must enter the block. The arguments are those of [`checkpoint_folder`].
+    """
+    with open_saving_folder(output_dir, accelerator) as saving_folder:
+        yield saving_folder
+
+    if accelerator.is_main_process:
+        run.write(saving_folder)
+        state.save_to_json(str(saving_folder / STATE_FILE))
+        publish_result(saving_folder, output_dir)
 
 
 @contextmanager

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import nn
 
 from common.errors import UserError
+from conversations.measured import integer_column, row_lengths
 from training.batches import Batches
 
 
@@ -58,6 +60,19 @@ def allocate_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def largest_batches(batches: Batches, rows: Dataset, is_padded: bool) -> list[list[int]]:
+    """The row numbers of two batches of an epoch: the batch with the most tokens, and the batch with the most tiles.
+
+    Args:
+        batches: The batches of the epoch.
+        rows: The measured rows.
+        is_padded: Whether each row of a batch is padded to the length of the batch's longest row.
+    """
+    most_tokens = largest_batch(batches, row_lengths(rows), is_padded)
+    most_tiles = largest_batch(batches, integer_column(rows, "num_tiles"), is_padded=False)
+    return [most_tokens, most_tiles]
 
 
 def largest_batch(batches: Batches, sizes: np.ndarray, is_padded: bool) -> list[int]:

@@ -1,9 +1,8 @@
 """TRL's trainer with our batches, loss, learning rates by module, measurements and checkpoints."""
 
 import dataclasses
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,50 +14,30 @@ from accelerate.utils import AutocastKwargs, TorchDynamoPlugin
 from datasets import Dataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import TrainerControl
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 from typing_extensions import override
 
-from conversations.measured import integer_column, row_lengths
 from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
-from diagnostics.tokens import attended_tokens
 from training.batches import Batches
-from training.checkpointing import (
-    USABLE_SHARE,
-    measure_peak,
-    memory_limit,
-    peak_without_checkpointing,
-    stop_checkpointing,
-)
-from training.checkpoints import (
-    SAVING_FOLDER,
-    STATE_FILE,
-    open_saving_folder,
-    publish_checkpoint,
-    publish_result,
-    write_unsharded,
-)
+from training.checkpointing import choose_checkpointing
+from training.checkpoints import SAVING_FOLDER, checkpoint_folder, result_folder, write_unsharded
 from training.compiling import compile_layers
 from training.finite import FiniteWatch
 from training.key_alignment import KeyAlignment
 from training.loss import gradient_alone, head_at_positions, supervised_tokens
+from training.measurements import StepMeasurements
+from training.module_parameters import TrainedModules, gradient_norm
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
-from training.rehearsal import largest_batch, rehearsal
+from training.rehearsal import largest_batches, rehearsal
 from training.run import Run
 from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
 
 
-logger = logging.getLogger(__name__)
-
-GIB = 2**30
-# PEFT and FSDP's activation checkpointing put these parts into the names of the parameters that they wrap.
-WRAPPER_NAME_PARTS = ("base_model.model.", "_checkpoint_wrapped_module.")
 # The key under which a prepared batch has the positions before its supervised tokens.
 POSITIONS = "supervised_positions"
 
@@ -96,39 +75,21 @@ class NormLlavaTrainer(SFTTrainer):
         key_alignment: KeyAlignment | None = None,
         **kwargs: Any,
     ) -> None:
-        # The name of each parameter's module, by the parameter's name. Parameters themselves are not kept: FSDP2
-        # replaces them by shards, and a reference to a whole parameter would keep it on the device.
-        self._module_names: dict[str, str] = {}
-        # The learning rate that the run gives to each module that is trained.
-        self._rates: dict[str, float] = {}
-        # The learning rate of each module in the last step. The scheduler changes it from step to step.
-        self._step_rates: dict[str, float] = {}
-        for group in groups:
-            for parameter_name in group.parameters:
-                self._module_names[parameter_name] = group.name
-            if group.learning_rate is not None:
-                self._rates[group.name] = group.learning_rate
-
+        self._modules = TrainedModules(groups)
         self._run = run
         self._sampler = sampler
         self._stream = stream
         self._clip_by_module = clip_by_module
         self._eval_sampler = eval_sampler
         self._key_alignment = key_alignment
-        # The number of tokens that this process has trained on since it last added them to the trainer's state.
-        self._num_new_tokens = 0
         # The trained parameters of each module, or this process's shards of them; listed when training begins.
         self._trained_parameters: dict[str, list[nn.Parameter]] = {}
-        # The last step's gradient norm of each module, before clipping.
-        self._grad_norms: dict[str, torch.Tensor] = {}
 
         with keep_dtypes(model):
             super().__init__(model=model, **kwargs)
 
         self._finite_watch = FiniteWatch(self.args.device)
-        # Sums over this process's supervised tokens since the last log: their entropy, the number of tokens that the
-        # model finds likeliest, and the number of all.
-        self._token_sums = torch.zeros(3, device=self.args.device)
+        self._measurements = StepMeasurements(self.args.device)
 
         # Autocast would keep a copy of every trained weight in bfloat16 until the forward pass ends, though a pass
         # reads each weight once.
@@ -203,7 +164,7 @@ class NormLlavaTrainer(SFTTrainer):
             compile_layers(layers, self.args.torch_compile_backend)
 
         # From here on, FSDP2 replaces no parameters.
-        self._trained_parameters = self._list_trained_parameters(self.accelerator.unwrap_model(model))
+        self._trained_parameters = self._modules.list_parameters(self.accelerator.unwrap_model(model))
         self._finite_watch.start(self.state.global_step)
 
         if self._sampler is not None:
@@ -216,26 +177,24 @@ class NormLlavaTrainer(SFTTrainer):
 
         If the recipe doesn't say whether layers are checkpointed, the memory of these batches decides.
         """
-        is_padded = not self.data_collator.packed
-        most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
-        most_tiles = largest_batch(sampler, integer_column(self.train_dataset, "num_tiles"), is_padded=False)
-        passes: list[Callable[[], None]] = [
-            partial(self._rehearse_pass, model, most_tokens),
-            partial(self._rehearse_pass, model, most_tiles),
-        ]
+        passes = []
+        for row_numbers in largest_batches(sampler, self.train_dataset, is_padded=not self.data_collator.packed):
+            passes.append(partial(self._rehearse_pass, model, row_numbers))
 
         # A training step reads this number, which Trainer sets only in its loop.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        device = self.args.device
         optimizer = self.optimizer.optimizer  # without accelerate's wrapper
-        with rehearsal(model, optimizer, self.args.device):
+        with rehearsal(model, optimizer, device):
             for run_pass in passes:
                 run_pass()
             # Without the optimizer's states, which some optimizers allocate later, the peak isn't known yet.
             if self.args.chooses_checkpointing and optimizer.state:
-                self._choose_checkpointing(model, passes)
+                keeps_checkpointing = choose_checkpointing(model, passes, device, self._sum_over_processes)
+                self.args.gradient_checkpointing = keeps_checkpointing
 
         # The log must not contain what is measured here.
-        self._token_sums.zero_()
+        self._measurements.forget_predictions()
         if self._key_alignment is not None:
             self._key_alignment.collect(self._sum_over_processes)
 
@@ -249,31 +208,6 @@ class NormLlavaTrainer(SFTTrainer):
         # This is TRL's step. Our own would count these tokens, and watch whether this loss is finite.
         super().training_step(model, batch, num_items_in_batch=torch.tensor(1))
 
-    def _choose_checkpointing(self, model: nn.Module, passes: list[Callable[[], None]]) -> None:
-        """Turn gradient checkpointing off if all processes have enough memory without it."""
-        device = self.args.device
-        limit = memory_limit(device)
-        if limit is None:
-            return
-
-        peaks = []
-        for run_pass in passes:
-            measure = partial(measure_peak, run_pass, device)
-            peaks.append(peak_without_checkpointing(model, measure))
-        peak = max(peaks)
-
-        is_too_large = torch.tensor(peak > USABLE_SHARE * limit, dtype=torch.long)
-        num_too_large = self._sum_over_processes(is_too_large)
-        if num_too_large == 0:
-            self.args.gradient_checkpointing = False
-            stop_checkpointing(model)
-        logger.info(
-            "gradient checkpointing: %s; without it a step would take %.1f GiB of this device's %.1f",
-            self.args.gradient_checkpointing,
-            peak / GIB,
-            limit / GIB,
-        )
-
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """An optimizer with parameter groups by module: Trainer would give all parameters the same learning rate."""
@@ -281,39 +215,10 @@ class NormLlavaTrainer(SFTTrainer):
             return self.optimizer
         optimizer = super().create_optimizer(model)
 
-        # Trainer logs the rate of the first group as `learning_rate`. So modules with the common rate come first. The
-        # others follow, the highest rate first.
-        common_rate = self.args.learning_rate
-        highest_first = sorted(self._rates, key=lambda module: self._rates[module], reverse=True)
-        with_common_rate = [module for module in highest_first if self._rates[module] == common_rate]
-        with_own_rate = [module for module in highest_first if self._rates[module] != common_rate]
-
         if model is None:
             model = self.model
-        trained_parameters = self._list_trained_parameters(model)
-
-        # Trainer has made two groups, one with weight decay and one without. Each module gets its part of both.
-        module_groups = []
-        for module in with_common_rate + with_own_rate:
-            members = set(trained_parameters[module])
-            for group in optimizer.param_groups:
-                parameters = [parameter for parameter in group["params"] if parameter in members]
-                if parameters:
-                    changes = {"params": parameters, "lr": self._rates[module], "module": module}
-                    module_groups.append({**group, **changes})
-        optimizer.param_groups = module_groups
+        self._modules.set_rates(optimizer, model, self.args.learning_rate)
         return optimizer
-
-    def _list_trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
-        """The trained parameters of each module, or this process's shards of them."""
-        parameters: dict[str, list[nn.Parameter]] = {module: [] for module in self._rates}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                for part in WRAPPER_NAME_PARTS:
-                    name = name.replace(part, "")
-                module = self._module_names[name]
-                parameters[module].append(parameter)
-        return parameters
 
     @override
     def _run_epoch(self, *, model: nn.Module, epoch: int, **kwargs: Any) -> None:
@@ -351,13 +256,9 @@ class NormLlavaTrainer(SFTTrainer):
             self._stream.record_trained(inputs.pop(PLACE))
 
         # The scheduler sets the optimizer's rates of the next step before the current step is logged.
-        self._step_rates = {group["module"]: group["lr"] for group in self.optimizer.param_groups}
-
-        # Every row has supervised tokens, so a batch without supervised tokens has no rows. The collator has given
-        # such a batch a token of padding, which isn't counted.
-        has_rows = (inputs["labels"] != IGNORED).any()
-        if has_rows:
-            self._num_new_tokens += int(attended_tokens(inputs).sum())
+        rates = {group["module"]: group["lr"] for group in self.optimizer.param_groups}
+        self._measurements.learning_rates = rates
+        self._measurements.count_tokens(inputs)
 
         loss = super().training_step(model, inputs, *args, **kwargs)
         self._finite_watch.note(loss)
@@ -402,10 +303,7 @@ class NormLlavaTrainer(SFTTrainer):
             token_losses = token_losses * outputs.log_probs.exp().detach()
         loss = token_losses.sum() / num_items_in_batch * self.accelerator.num_processes
 
-        entropy = outputs.entropy.detach().sum()
-        num_correct = outputs.is_top1.sum()
-        self._token_sums += torch.stack([entropy, num_correct, outputs.label_mask.sum()])
-
+        self._measurements.add_predictions(outputs)
         if self._key_alignment is None:
             return loss
         # A step adds up the gradients of its passes. The division makes the step's penalty the mean over its passes.
@@ -448,12 +346,14 @@ class NormLlavaTrainer(SFTTrainer):
             The norm of the whole gradient before clipping.
         """
         self.accelerator.unscale_gradients()  # float16's scaler has scaled them
+        norms = {}
         for module, parameters in self._trained_parameters.items():
-            self._grad_norms[module] = gradient_norm(parameters)
-        whole_norm = torch.stack(list(self._grad_norms.values())).norm()
+            norms[module] = gradient_norm(parameters)
+        whole_norm = torch.stack(list(norms.values())).norm()
+        self._measurements.grad_norms = norms
 
         for module, parameters in self._trained_parameters.items():
-            norm = self._grad_norms[module] if self._clip_by_module else whole_norm
+            norm = norms[module] if self._clip_by_module else whole_norm
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
 
         # In float16 there is a scaler, which skips a step whose gradient isn't finite.
@@ -481,7 +381,10 @@ class NormLlavaTrainer(SFTTrainer):
         self._check_finite()
         self._add_up_tokens()
         if "loss" in logs:  # not in the logs of an evaluation or of the whole run
-            logs |= self._measurements()
+            logs |= self._measurements.collect(self._sum_over_processes)
+            logs |= self._monitor.collect(self._sum_over_processes)
+            if self._key_alignment is not None:
+                logs |= self._key_alignment.collect(self._sum_over_processes)
 
         # In a resumed run TRL's count of tokens begins at 0, and so does Trainer's epoch if the rows are a stream.
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -502,22 +405,7 @@ class NormLlavaTrainer(SFTTrainer):
 
         Checkpoints keep the state, so that a resumed run goes on counting.
         """
-        new_tokens = self._sum_over_processes(torch.tensor(self._num_new_tokens))
-        self.state.num_input_tokens_seen += int(new_tokens)
-        self._num_new_tokens = 0
-
-    def _measurements(self) -> dict[str, float]:
-        """Our figures for a step's log: entropy, accuracy, learning rates, gradient norms, token norms, key losses."""
-        entropy, num_correct, num_tokens = self._sum_over_processes(self._token_sums).tolist()
-        self._token_sums.zero_()
-
-        measurements = {"entropy": entropy / num_tokens, "mean_token_accuracy": num_correct / num_tokens}
-        measurements |= {f"learning_rate/{name}": rate for name, rate in self._step_rates.items()}
-        measurements |= {f"grad_norm/{name}": norm.item() for name, norm in self._grad_norms.items()}
-        measurements |= self._monitor.collect(self._sum_over_processes)
-        if self._key_alignment is not None:
-            measurements |= self._key_alignment.collect(self._sum_over_processes)
-        return measurements
+        self.state.num_input_tokens_seen += self._measurements.take_tokens(self._sum_over_processes)
 
     @override
     @torch.no_grad()
@@ -568,25 +456,17 @@ class NormLlavaTrainer(SFTTrainer):
         """
         self._check_finite()
         self._add_up_tokens()
-        output_dir = Path(self.args.output_dir)
-        name = f"checkpoint-{self.state.global_step}"
 
         # transformers converts the names of saved weights to the Hub's names, which for DINOv2 differ from the names
         # in the model. Trainer loads a checkpoint by the names in the model, so conversions are turned off.
         self._unwrapped()._weight_conversions = []
-        with open_saving_folder(output_dir, self.accelerator) as saving_folder:
-            super()._save_checkpoint(model, trial)  # into the saving folder, by `_get_output_dir`
-            if self._stream is not None:
-                self._stream.write_place(saving_folder / name, self.is_world_process_zero())
 
-        if self.state.best_model_checkpoint is not None:
-            # Trainer has set this to a path in the saving folder, which the checkpoint is about to leave.
-            self.state.best_model_checkpoint = str(output_dir / Path(self.state.best_model_checkpoint).name)
-        if self.is_world_process_zero():
-            self._run.write(saving_folder / name)
-            self.state.save_to_json(str(saving_folder / name / STATE_FILE))
-            publish_checkpoint(saving_folder / name, output_dir / name)
-            rotate_checkpoints(str(output_dir), self.args.save_total_limit, self.state.best_model_checkpoint)
+        output_dir = Path(self.args.output_dir)
+        num_kept = self.args.save_total_limit
+        with checkpoint_folder(output_dir, self.accelerator, self._run, self.state, num_kept) as checkpoint:
+            super()._save_checkpoint(model, trial)  # into this folder, by `_get_output_dir`
+            if self._stream is not None:
+                self._stream.write_place(checkpoint, self.is_world_process_zero())
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -620,16 +500,13 @@ class NormLlavaTrainer(SFTTrainer):
 
         # The final model gets the Hub's names again, which `_save_checkpoint` has turned off.
         self._unwrapped().__dict__.pop("_weight_conversions", None)
-        with open_saving_folder(Path(self.args.output_dir), self.accelerator) as saving_folder:
-            if self.is_fsdp_enabled:
-                self._save_gathered(saving_folder)
-            else:
-                super().save_model(str(saving_folder), _internal_call=True)
 
-        if self.is_world_process_zero():
-            self._run.write(saving_folder)
-            self.state.save_to_json(str(saving_folder / STATE_FILE))
-            publish_result(saving_folder, Path(self.args.output_dir))
+        run_folder = Path(self.args.output_dir)
+        with result_folder(run_folder, self.accelerator, self._run, self.state) as folder:
+            if self.is_fsdp_enabled:
+                self._save_gathered(folder)
+            else:
+                super().save_model(str(folder), _internal_call=True)
 
     def _save_gathered(self, folder: Path) -> None:
         """Gather the weights that FSDP2 has sharded, in the memory of the main process, which saves them."""
@@ -666,12 +543,3 @@ def keep_dtypes(model: nn.Module) -> Iterator[None]:
     for parameter, data in data_before.items():
         if parameter.dtype != data.dtype:
             parameter.data = data.to(parameter.device)
-
-
-def gradient_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """L2 norm of the gradient of all `parameters` together, a scalar. Shards of other processes are included."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        return norm.full_tensor()
-    return norm

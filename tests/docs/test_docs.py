@@ -178,25 +178,27 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert (tmp_path / "examples" / "digits" / "norms.png").exists()  # a picture outside docs/ that a page shows
 
 
-@pytest.mark.parametrize("command", command_lines())
-def test_commands_take_the_options_that_pages_give(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_take_the_options_that_pages_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A parser may refuse a command whose output folder exists. In an empty folder no such folder exists.
     monkeypatch.chdir(tmp_path)
-    words = shlex.split(command)
-    if words[0] == "make":
-        # A target's line begins with the target and a colon, such as "docs: requirements". A target may be a path.
-        targets = re.findall(r"^([\w./()$-]+):", read_makefile(), re.MULTILINE)
-        assert words[1] in targets
-        return
+    for command in command_lines():
+        words = shlex.split(command)
+        if words[0] == "make":
+            assert words[1] in make_targets(), command
+            continue
 
-    module_and_arguments = find_module(words)
-    if module_and_arguments is None:
-        return
-    module, arguments = module_and_arguments
-    if module in ("lmms_eval", "pytest"):  # other projects' commands
-        return
+        module_and_arguments = find_module(words)
+        if module_and_arguments is None:
+            continue
+        module, arguments = module_and_arguments
+        if module in ("lmms_eval", "pytest"):  # other projects' commands
+            continue
+        unknown = unknown_arguments(module, arguments)
+        assert unknown == [], command
+
+
+def unknown_arguments(module: str, arguments: list[str]) -> list[str]:
+    """The arguments of a command that its parser doesn't know. The recipe that a command names must exist."""
     package = module.split(".")[0]
     assert (ROOT / package).is_dir()
 
@@ -205,9 +207,9 @@ def test_commands_take_the_options_that_pages_give(
         recipe = arguments[position + 1]
         assert (ROOT / recipe).exists()
         if module in ("training.sft", "training.plan"):  # these commands read --config before they call their parsers
-            del arguments[position : position + 2]
+            arguments = arguments[:position] + arguments[position + 2 :]
     _, unknown = reference.build_parser(module).parse_known_args(arguments)
-    assert unknown == []
+    return unknown
 
 
 def test_the_recipe_of_the_readme_has_all_required_fields(tmp_path: Path) -> None:
@@ -218,13 +220,14 @@ def test_the_recipe_of_the_readme_has_all_required_fields(tmp_path: Path) -> Non
     assert run_args.stage == "adapt"
 
 
-def read_makefile() -> str:
-    """The text of the Makefile, with the values of its variables filled in."""
+def make_targets() -> list[str]:
+    """The targets of the Makefile."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     # A variable is set by a line such as "BIN ?= .venv/bin".
     for name, value in re.findall(r"^(\w+) \?= (.*)$", text, re.MULTILINE):
         text = text.replace(f"$({name})", value)
-    return text
+    # A target's line begins with the target and a colon, such as "docs: requirements". A target may be a path.
+    return re.findall(r"^([\w./()$-]+):", text, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

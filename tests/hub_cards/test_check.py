@@ -10,7 +10,7 @@ import torch
 
 from hub_cards.build import BuildOptions, build_release
 from hub_cards.check import TOKEN_PATTERN, find_faults, find_model_faults
-from hub_cards.weights import read_weights
+from hub_cards.model_folder import ModelFolder
 from plants import (
     CONFIG,
     FolderChange,
@@ -150,7 +150,7 @@ def test_composed_models_of_other_families_have_no_faults(
     vision: str, text: str, make_model_folder: Callable[..., Path]
 ) -> None:
     folder = make_model_folder(vision=vision, text=text)
-    assert find_model_faults(folder, read_weights(folder)) == []
+    assert find_model_faults(ModelFolder(folder)) == []
 
 
 def test_a_name_that_begins_like_a_token_is_no_token() -> None:

@@ -17,9 +17,9 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from hub_cards.build import BuildOptions, build_release
 from hub_cards.check import find_faults
-from hub_cards.contents import read_json, read_processor
-from hub_cards.facts import read_normllava_config
-from hub_cards.plain import added_fields, is_plain_llava
+from hub_cards.contents import read_json
+from hub_cards.model_folder import ModelFolder
+from hub_cards.plain import added_fields, computes_like_llava
 from hub_cards.push import push_release
 from hub_cards.verify import verify_release
 from hub_server import REPO_ID, HubServer
@@ -45,13 +45,8 @@ def release(run: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.
     return folder
 
 
-def is_plain(folder: Path) -> bool:
-    """Whether the model of a run's folder is a plain Llava."""
-    return is_plain_llava(read_normllava_config(folder), read_processor(folder))
-
-
 def test_a_model_without_a_norm_layer_is_a_plain_llava(run: Path) -> None:
-    assert is_plain(run)
+    assert ModelFolder(run).is_plain_llava
 
 
 @pytest.mark.parametrize(
@@ -69,19 +64,20 @@ def test_a_model_with_what_llava_lacks_is_no_plain_llava(
     options: dict[str, Any], make_model_folder: Callable[..., Path]
 ) -> None:
     all_options = {"projector_norm": "none", **options}
-    assert not is_plain(make_model_folder(**all_options))
+    assert not ModelFolder(make_model_folder(**all_options)).is_plain_llava
 
 
 def test_a_model_with_a_new_config_field_is_no_plain_llava(run: Path) -> None:
-    """`is_plain_llava` doesn't know whether a field of a later version changes what the model computes."""
+    """Nothing here knows whether a field of a later version changes what the model computes."""
 
     @strict  # makes `later_field` a field of the config
     class LaterConfig(NormLlavaConfig):
         later_field: int = 0
 
+    model = ModelFolder(run)
     config = LaterConfig(projector_norm="none")
-    assert added_fields(config) == {"later_field"} | added_fields(read_normllava_config(run))
-    assert not is_plain_llava(config, read_processor(run))
+    assert added_fields(config) == {"later_field"} | added_fields(model.config)
+    assert not computes_like_llava(config, model.processor)
 
 
 @pytest.mark.parametrize(

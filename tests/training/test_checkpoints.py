@@ -143,7 +143,7 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
         publish(folder, destination)
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"training.trainer.{function_name}", publish_on_a_disk_that_fills_up)
+        patched.setattr(checkpoints, function_name, publish_on_a_disk_that_fills_up)
         with pytest.raises(OSError, match="No space left"):
             run(tmp_path, **fields)
     assert find_checkpoint(out, resume=True) == out / last_checkpoint

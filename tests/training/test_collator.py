@@ -44,7 +44,7 @@ def collate_rows(tokenize: RowTokenizer, rows: list[dict[str, Any]], packed: boo
     return collator(tokenized)
 
 
-@pytest.fixture(params=["qwen2", "llama", "gemma3", "vicuna"])
+@pytest.fixture(scope="module", params=["qwen2", "llama", "gemma3", "vicuna"])
 def processor(request: pytest.FixtureRequest, make_model_folder: Callable[..., Path]) -> Any:
     return AutoProcessor.from_pretrained(make_model_folder(text=request.param))
 

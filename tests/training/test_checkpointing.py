@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from script_runs import INSTRUCT, PACKED, changed_weights, read_steps, run
-from training import trainer
+from training import checkpointing
 from training.checkpointing import checkpointed_stacks, peak_without_checkpointing, stop_checkpointing
 
 
@@ -89,8 +89,8 @@ def simulate_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[str
         measured_passes.append("a pass")
         return 1000
 
-    monkeypatch.setattr(trainer, "memory_limit", lambda device: num_bytes)
-    monkeypatch.setattr(trainer, "measure_peak", measure)
+    monkeypatch.setattr(checkpointing, "memory_limit", lambda device: num_bytes)
+    monkeypatch.setattr(checkpointing, "measure_peak", measure)
     return measured_passes
 
 

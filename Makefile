@@ -30,12 +30,12 @@ $(VENV)/installed: $(VENV)/installed-to-use
 	$(PIP_INSTALL) --editable ".[dev,examples]"
 	touch $@
 
-# For `python -m evaluation`. lmms-eval asks for torchvision and does without it too; PyPI's is built for CUDA, and
+# For `normllava evaluate`. lmms-eval asks for torchvision and does without it too; PyPI's is built for CUDA, and
 # beside a CPU build of torch transformers can't be imported with it.
 $(EVALUATION_VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EVALUATION_VENV)
 	$(EVALUATION_VENV)/bin/pip install --quiet --constraint constraints.txt torch
-	$(EVALUATION_VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[evaluation]"
+	$(EVALUATION_VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[evaluate]"
 	if $(EVALUATION_VENV)/bin/python -c "import torch; assert torch.version.cuda is None" 2>/dev/null; then \
 		$(EVALUATION_VENV)/bin/pip uninstall --quiet --yes torchvision; fi
 	touch $@

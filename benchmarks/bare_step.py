@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from conversations.tokens import IGNORED
+from normllava.tokens import IGNORED
 
 
 def take_step(

@@ -34,7 +34,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import torch
 import transformers.trainer
@@ -45,8 +45,8 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.bare_step import take_step, to_device
 from benchmarks.trl_rows import trl_dataset
-from common.errors import UserError
 from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava.errors import UserError
 from training import sft
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset, Image, List
 
-from training.batches import random_order
+from training.rows.batches import random_order
 
 
 ROLES = {"human": "user", "gpt": "assistant"}

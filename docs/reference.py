@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trl import SFTConfig
 
-from training.arguments import RunArguments, TrainingConfig
+from training.options.arguments import RunArguments, TrainingConfig
 
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -45,7 +45,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("compose", "python training/compose.py", "training.compose"),
     Command("sft", "accelerate launch -q training/sft.py --config recipe.yaml", "training.sft"),
-    Command("diagnostics", "python -m diagnostics", "diagnostics.__main__"),
+    Command("diagnostics", "normllava diagnose", "normllava.diagnostics.command"),
 )
 
 

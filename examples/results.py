@@ -7,8 +7,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 from PIL import Image
 
-from common.files import weights_fingerprint
-from evaluation.record import Evaluation, write_evaluations
+from normllava.evaluation.record import Evaluation, write_evaluations
+from normllava.files import weights_fingerprint
 
 
 def draw_answers(
@@ -44,8 +44,8 @@ def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) ->
     Args:
         folder: Folder of the model.
         command: The command that measured the shares.
-        rows: For each share, the fields of [`~evaluation.record.Evaluation`] that this function doesn't fill in.
-            `value` is the share, and `n` is the number of answers.
+        rows: For each share, the fields of [`~normllava.evaluation.record.Evaluation`] that this function doesn't
+            fill in. `value` is the share, and `n` is the number of answers.
     """
     weights = weights_fingerprint(folder)
     evaluations = []

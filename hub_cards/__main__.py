@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import httpx  # the HTTP library whose errors the Hub's client raises
 
-from common.errors import UserError
 from hub_cards.build import BuildOptions, build_or_take
 from hub_cards.check import require_no_faults
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
+from normllava.errors import UserError
 
 
 logger = logging.getLogger(__name__)

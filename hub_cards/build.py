@@ -14,12 +14,6 @@ from typing import Any
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from common.errors import UserError
-from common.files import fingerprint, fresh_folder, weights_fingerprint
-from conversations.loading import load_rows
-from conversations.pictures import open_images
-from conversations.rows import IMAGE_MARK, row_images, row_turns
-from diagnostics.answers import answer_prompts, make_prompt
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
 from hub_cards.contents import (
@@ -40,6 +34,12 @@ from hub_cards.model_folder import ModelFolder
 from hub_cards.plain import as_llava_index, as_llava_settings, copy_as_llava
 from hub_cards.release import Release, read_release
 from hub_cards.weights import Weights
+from normllava.conversations.loading import load_rows
+from normllava.conversations.pictures import open_images
+from normllava.conversations.rows import IMAGE_MARK, row_images, row_turns
+from normllava.diagnostics.answers import answer_prompts, make_prompt
+from normllava.errors import UserError
+from normllava.files import fingerprint, fresh_folder, weights_fingerprint
 
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from common.errors import UserError
-from evaluation.record import Evaluation
 from hub_cards.facts import Facts
 from hub_cards.history import TrainingStage
 from hub_cards.licences import Licence
 from hub_cards.release import Release
+from normllava.errors import UserError
+from normllava.evaluation.record import Evaluation
 
 
 # An example that the Hub shows beside the card. "messages" holds one message with a picture and a question, "output"
@@ -242,7 +242,7 @@ def describe_initialization(facts: Facts) -> str:
     if facts.model.settings.get("projector_aligned"):
         sentences.append(
             "Before training, the projector learned to point image tokens at the language model's own embeddings of "
-            "captions (`training/align.py`), which is not part of the paper."
+            "captions (`training/composing/align.py`), which is not part of the paper."
         )
     return " ".join(sentences)
 
@@ -360,7 +360,7 @@ def describe_source(source: dict[str, Any]) -> str:
     """What a stage took from a source of data, for a cell of a table.
 
     Args:
-        source: The source's entry in `run.json`, with the fields of [`~training.run.SourceRecord`].
+        source: The source's entry in `run.json`, with the fields of [`~training.folders.run.SourceRecord`].
     """
     path = source["path"]
     description = f"[{path}](https://huggingface.co/datasets/{path})"

@@ -11,7 +11,6 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForImageTextToText
 
-from common.errors import UserError
 from hub_cards.contents import (
     CARD_FILE,
     HANDLER_FILE,
@@ -25,6 +24,7 @@ from hub_cards.contents import (
 from hub_cards.model_folder import ModelFolder
 from hub_cards.release import read_release
 from hub_cards.weights import Weights
+from normllava.errors import UserError
 
 
 # Tokens of the Hub: "hf_" for a user or "api_org_" for an organization, then at least 20 letters and digits.

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import modeling_normllava
-from common.errors import UserError
-from conversations import pixels
 from hub_cards.release import RELEASE_FILE
+from normllava.conversations import pixels
+from normllava.errors import UserError
 
 
 CARD_FILE = "README.md"

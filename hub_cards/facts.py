@@ -6,16 +6,16 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.files import fingerprint
-from common.records import read_record
-from diagnostics.report import with_interval
-from diagnostics.table import Summary
-from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.contents import read_json
 from hub_cards.history import TrainingStage, collect_stages
 from hub_cards.model_folder import ModelFolder, model_type_error
 from modeling_normllava import NormLlavaConfig
+from normllava.diagnostics.report import with_interval
+from normllava.diagnostics.table import Summary
+from normllava.errors import UserError
+from normllava.evaluation.json_records import read_record
+from normllava.evaluation.record import EVALUATION_FILE, Evaluation
+from normllava.files import fingerprint
 
 
 # The form of a Hub id, owner/name, such as "Qwen/Qwen2.5-7B-Instruct".
@@ -36,7 +36,7 @@ class Facts:
         stages: The stages of training, in their order.
         has_whole_history: Whether `stages` holds all training of the model since its parts were joined.
         evaluations: Results of benchmarks, which are the rows of `evaluation.json`.
-        diagnostics: Values that `python -m diagnostics` measured, as text, by their names on the card; `None` if
+        diagnostics: Values that `normllava diagnose` measured, as text, by their names on the card; `None` if
             there is no report of the diagnostics.
     """
 
@@ -189,7 +189,7 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
     if not path.exists():
         return None
 
-    advice = "Run python -m diagnostics on this model alone, not quantized."
+    advice = "Run normllava diagnose on this model alone, not quantized."
     try:
         models = read_json(path)["models"]
         model = models[0]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.files import weights_fingerprint
 from hub_cards.contents import read_json
+from normllava.errors import UserError
+from normllava.files import weights_fingerprint
 
 
 # The arguments of a run that the card lists, if they are set. `run.json` has more arguments.
@@ -54,7 +54,8 @@ class TrainingStage:
         arguments: The run's arguments that the card lists, by their names.
         hardware: Number of processes, and the device.
         commit: The commit of the code that trained.
-        sources: The data that the stage was trained on: for each source, the fields of [`~training.run.SourceRecord`].
+        sources: The data that the stage was trained on: for each source, the fields of
+            [`~training.folders.run.SourceRecord`].
         start_model: The folder or Hub id of the model that the stage started from.
     """
 

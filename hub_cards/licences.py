@@ -7,7 +7,7 @@ the licence.
 import re
 from dataclasses import dataclass
 
-from common.errors import UserError
+from normllava.errors import UserError
 
 
 @dataclass(frozen=True)

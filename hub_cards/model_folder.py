@@ -8,11 +8,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlavaConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from common.errors import UserError
 from hub_cards.contents import CLASS_FOLDER, read_json
 from hub_cards.plain import computes_like_llava
 from hub_cards.weights import Weights, read_weights
 from modeling_normllava import NormLlavaConfig, NormLlavaProcessor
+from normllava.errors import UserError
 
 
 # The settings files that need an `auto_map` if the processor's class is this project's own.

@@ -9,9 +9,9 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from common.errors import UserError
 from hub_cards.contents import CARD_FILE, is_bytecode, list_release
 from hub_cards.release import read_release
+from normllava.errors import UserError
 
 
 # Files that the Hub itself adds to a repository. `.gitattributes` says which files Git LFS stores.

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.errors import UserError
-from common.files import write_whole
-from common.records import read_record
+from normllava.errors import UserError
+from normllava.evaluation.json_records import read_record
+from normllava.files import write_whole
 
 
 RELEASE_FILE = "release.json"
@@ -19,7 +19,7 @@ class Release:
     Attributes:
         repo_id: The repository on the Hub that the folder was built for, owner/name.
         revision: The tag that the folder was built for.
-        weights: [`~common.files.fingerprint`] of the weights that the folder was built from.
+        weights: [`~normllava.files.fingerprint`] of the weights that the folder was built from.
     """
 
     repo_id: str

@@ -11,10 +11,10 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from common.errors import UserError
 from hub_cards.contents import CARD_FILE, is_bytecode
 from hub_cards.push import HUB_FILES
 from hub_cards.release import read_release
+from normllava.errors import UserError
 
 
 # A Python block of the card. The group is the block's code.

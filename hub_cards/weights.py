@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.errors import UserError
-from common.files import WEIGHT_FILES, sha256
 from hub_cards.contents import WEIGHTS_INDEX, read_json
+from normllava.errors import UserError
+from normllava.files import WEIGHT_FILES, sha256
 
 
 # How the names of the norm's tensors begin. The norm follows the projector.

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Sequence
@@ -17,55 +18,60 @@ from packaging.utils import canonicalize_name
 
 
 ROOT = Path(__file__).parents[1]
-# The packages of each level, from the bottom up. A package imports packages of lower levels only.
+# The rooms, from the bottom up: a room imports rooms of lower levels only. "normllava" stands for the modules at its
+# top, which have no folder of their own.
 LEVELS = (
-    ("modeling_normllava", "common"),
-    ("conversations",),
-    ("diagnostics",),
+    ("modeling_normllava",),
+    ("normllava",),
+    ("normllava/conversations",),
+    ("normllava/diagnostics",),
+    ("normllava/evaluation",),
     ("training",),
-    ("evaluation",),
     ("hub_cards",),
     ("examples", "benchmarks", "docs"),
 )
-LEVEL_OF: dict[str, int] = {}  # the level of each package
-for level, packages in enumerate(LEVELS):
-    for package in packages:
-        LEVEL_OF[package] = level
+LEVEL_OF: dict[str, int] = {}  # the level of each room
+for level, rooms in enumerate(LEVELS):
+    for room in rooms:
+        LEVEL_OF[room] = level
+OUR_PACKAGES = {room.split("/")[0] for room in LEVEL_OF}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
-# For each extra of pyproject.toml, the packages that need it. "" stands for what pip installs without an extra.
-PACKAGES_OF_EXTRA = {
-    "": ("modeling_normllava",),
-    "diagnostics": ("common", "conversations", "diagnostics"),
+# For each extra of pyproject.toml, the rooms that need it. "" stands for what pip installs without an extra.
+ROOMS_OF_EXTRA = {
+    "": ("modeling_normllava", "normllava"),
+    "diagnose": ("normllava/conversations", "normllava/diagnostics"),
     "train": ("training",),
-    "evaluation": ("evaluation",),
+    "evaluate": ("normllava/evaluation",),
     "release": ("hub_cards",),
 }
 # For each extra, the distributions (what pip installs under a name) that our code needs without importing them:
-# transformers imports Pillow for pictures and bitsandbytes for quantized weights, lmms-eval imports filelock, and
-# lm-eval is run as a command.
-NOT_IMPORTED = {"": {"pillow"}, "train": {"bitsandbytes"}, "evaluation": {"filelock", "lm-eval"}}
+# transformers imports bitsandbytes for quantized weights, normllava/evaluation reads training's records by pydantic,
+# lmms-eval imports filelock, and lm-eval is run as a command.
+NOT_IMPORTED = {"train": {"bitsandbytes", "pydantic"}, "evaluate": {"filelock", "lm-eval"}}
 
 
 @cache
-def imports_by_module(package: str) -> dict[str, set[str]]:
-    """For each module of a package, the names that it imports, such as `common.errors` and `common.errors.UserError`.
+def imports_by_module(room: str) -> dict[str, set[str]]:
+    """For each module of a room, the names that it imports, such as `normllava.errors` and what it takes from it.
 
     Imports inside functions are found too.
     """
+    has_rooms_inside = any(other.startswith(f"{room}/") for other in LEVEL_OF)
+    pattern = "*.py" if has_rooms_inside else "**/*.py"
     names_by_module = {}
-    for path in (ROOT / package).rglob("*.py"):
+    for path in (ROOT / room).glob(pattern):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names: set[str] = set()
         for node in ast.walk(tree):
-            names |= imported_names(node, package)
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)  # common.errors of common/errors.py
-        names_by_module[module] = names
+            names |= imported_names(node, room)
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)  # normllava.errors of normllava/errors.py
+        names_by_module[module.removesuffix(".__init__")] = names
     return names_by_module
 
 
-def imported_names(node: ast.AST, package: str) -> set[str]:
-    """The names that a statement in a module of `package` imports. `from a import b` gives `a` and `a.b`."""
+def imported_names(node: ast.AST, room: str) -> set[str]:
+    """The names that a statement in a module of a room imports. `from a import b` gives `a` and `a.b`."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):
@@ -74,41 +80,53 @@ def imported_names(node: ast.AST, package: str) -> set[str]:
     module = node.module or ""
     is_relative = node.level > 0
     if is_relative:  # only modeling_normllava has relative imports, and it has no folders inside
-        module = f"{package}.{module}".rstrip(".")
+        module = f"{room}.{module}".rstrip(".")
     return {module} | {f"{module}.{alias.name}" for alias in node.names}
 
 
-def imported_packages(package: str) -> set[str]:
-    """The other top-level packages that a package imports."""
-    packages = set()
-    for names in imports_by_module(package).values():
-        packages |= {name.split(".")[0] for name in names}
-    return packages - {package}
+def room_of(name: str) -> str | None:
+    """The room of an imported name; `None` if it isn't ours."""
+    parts = name.split(".")
+    for room in ("/".join(parts[:2]), parts[0]):
+        if room in LEVEL_OF:
+            return room
+    return None
 
 
-def test_a_package_imports_only_packages_of_lower_levels() -> None:
+def imported_rooms(room: str) -> set[str]:
+    """The other rooms that a room imports."""
+    rooms: set[str] = set()
+    for names in imports_by_module(room).values():
+        rooms |= {imported for name in names if (imported := room_of(name)) is not None}
+    return rooms - {room}
+
+
+def test_a_room_imports_only_rooms_of_lower_levels() -> None:
     forbidden_imports = []
-    for package, level in LEVEL_OF.items():
-        for imported in imported_packages(package) & LEVEL_OF.keys():
+    for room, level in LEVEL_OF.items():
+        for imported in imported_rooms(room):
             if LEVEL_OF[imported] >= level:
-                forbidden_imports.append(f"{package} imports {imported}")
+                forbidden_imports.append(f"{room} imports {imported}")
     assert forbidden_imports == []
 
 
-def test_every_package_has_a_level() -> None:
-    git = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    tracked_files = git.stdout.splitlines()
-    folders = {Path(file).parts[0] for file in tracked_files}
-    assert folders == {*LEVEL_OF, "tests"}
+def test_every_file_is_in_a_room() -> None:
+    folders = {Path(file).parts[0] for file in tracked_files("*.py")}
+    assert folders == {*OUR_PACKAGES, "tests"}
+    folders_of_normllava = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "normllava").rglob("*.py")}
+    assert folders_of_normllava <= LEVEL_OF.keys()
 
 
-@pytest.mark.parametrize("package", LEVEL_OF)
-def test_the_modules_of_a_package_do_not_import_each_other_in_a_circle(package: str) -> None:
-    names_by_module = imports_by_module(package)
-    modules = names_by_module.keys()
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    names_by_module: dict[str, set[str]] = {}
+    for room in LEVEL_OF:
+        names_by_module |= imports_by_module(room)
     imported_modules = {}
     for module, names in names_by_module.items():
-        imported_modules[module] = (names & modules) - {module}
+        ours = names & names_by_module.keys()
+        # `from package import module` needs nothing of the package's own code.
+        packages = {name.rpartition(".")[0] for name in ours}
+        imported_modules[module] = ours - packages - {module}
     TopologicalSorter(imported_modules).prepare()  # raises CycleError if there is a circle
 
 
@@ -134,11 +152,11 @@ def installed_by(extra: str) -> set[str]:
     return names
 
 
-def needed_by(packages: Sequence[str]) -> set[str]:
-    """The distributions whose modules these packages of ours import."""
+def needed_by(rooms: Sequence[str]) -> set[str]:
+    """The distributions whose modules these rooms import."""
     top_level_names = set()
-    for package in packages:
-        for module, names in imports_by_module(package).items():
+    for room in rooms:
+        for module, names in imports_by_module(room).items():
             # Files in assets/ are copied into Hub repositories, which list what they need themselves.
             is_asset = module.startswith("hub_cards.assets")
             if not is_asset:
@@ -146,7 +164,7 @@ def needed_by(packages: Sequence[str]) -> set[str]:
 
     distributions = packages_distributions()  # such as {"PIL": ["pillow"]}
     needed = set()
-    for name in top_level_names - LEVEL_OF.keys() - sys.stdlib_module_names:
+    for name in top_level_names - OUR_PACKAGES - sys.stdlib_module_names:
         # A distribution that isn't installed here is taken to have the name of its module. If several distributions
         # have the module, the first distribution counts.
         distribution_names = distributions.get(name, [name])
@@ -154,22 +172,38 @@ def needed_by(packages: Sequence[str]) -> set[str]:
     return needed
 
 
-@pytest.mark.parametrize("extra", PACKAGES_OF_EXTRA)
-def test_an_extra_installs_what_its_packages_import_and_names_nothing_else(extra: str) -> None:
-    needed = needed_by(PACKAGES_OF_EXTRA[extra])
+@pytest.mark.parametrize("extra", ROOMS_OF_EXTRA)
+def test_an_extra_installs_what_its_rooms_import_and_names_nothing_else(extra: str) -> None:
+    needed = needed_by(ROOMS_OF_EXTRA[extra])
     missing = needed - installed_by(extra)
     superfluous = named_by(extra) - needed - NOT_IMPORTED.get(extra, set())
     assert missing == set()
     assert superfluous == set()
 
 
-def test_the_wheel_holds_the_model_class_and_nothing_else(tmp_path: Path) -> None:
+def build_distribution(kind: str, folder: Path) -> Path:
+    """Build the wheel or the sdist into a folder."""
     pytest.importorskip("hatchling")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (path,) = folder.iterdir()
+    return path
 
-    (wheel,) = tmp_path.glob("*.whl")
-    paths_in_wheel = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
-    code_in_wheel = {path for path in paths_in_wheel if not path.parts[0].endswith(".dist-info")}
-    model_code = {path.relative_to(ROOT) for path in (ROOT / "modeling_normllava").glob("*.py")}
-    assert code_in_wheel == model_code
+
+def tracked_files(*folders: str) -> set[str]:
+    """The files of these folders that git tracks."""
+    git = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(git.stdout.splitlines())
+
+
+def test_the_wheel_holds_the_class_and_what_people_take_along(tmp_path: Path) -> None:
+    wheel = zipfile.ZipFile(build_distribution("wheel", tmp_path))
+    code = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert code == tracked_files("modeling_normllava", "normllava")
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from(tmp_path: Path) -> None:
+    with tarfile.open(build_distribution("sdist", tmp_path)) as sdist:
+        names = {name.split("/", 1)[1] for name in sdist.getnames()}  # without the folder of the version
+    assert tracked_files("modeling_normllava", "normllava") | {"LICENSE", "README.md", "pyproject.toml"} <= names
+    assert not any(name.startswith(("training", "tests", "examples")) for name in names)

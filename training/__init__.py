@@ -1,1 +1,1 @@
-"""Composing a NormLlava and training it in two stages with TRL."""
+"""Commands that compose a NormLlava and train it in two stages with TRL; the rooms hold what they need."""

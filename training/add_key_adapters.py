@@ -10,18 +10,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.console import command, new_folder, parse
+from normllava.command_line import command, new_folder, parse
 
 import torch
 
-from common.errors import errors_named_after
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,
     NormLlavaKeyAdapterConfig,
     NormLlavaKeyAdapterForConditionalGeneration,
 )
-from training.checkpoints import copy_record
-from training.loading import load_config, load_processor
+from normllava.errors import errors_named_after
+from training.folders.checkpoints import copy_record
+from training.folders.loading import load_config, load_processor
 
 
 def add_key_adapters(

@@ -15,9 +15,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from common.console import command, new_folder, parse
+from normllava.command_line import command, new_folder, parse
 
-import numpy as np
 import torch
 from PIL import Image
 from transformers import (
@@ -30,17 +29,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from common.errors import UserError, errors_named_after
-from conversations.chat_template import chat_format, find_format, holds_pictures, write_template
-from conversations.loading import load_rows
-from conversations.tiles import cuts_tiles
-from diagnostics.hooks import InterfaceHooks
-from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
-from diagnostics.parts import vision_tokens
+import normllava.projector
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaProcessor
 from modeling_normllava.configuration_normllava import ProjectorNorm
-from training.align import align
-from training.backbones import (
+from normllava.conversations.chat_template import chat_format, find_format, holds_pictures, write_template
+from normllava.conversations.loading import load_rows
+from normllava.conversations.tiles import cuts_tiles
+from normllava.errors import UserError, errors_named_after
+from normllava.hooks import InterfaceHooks
+from normllava.inputs import noise_pictures
+from normllava.llava import add_norm
+from normllava.norms import text_norm_target, token_norms, vocabulary_norms
+from normllava.parts import vision_tokens
+from training.composing.align import align
+from training.composing.backbones import (
     absolute_or_id,
     choose_image_token,
     describe_shapes,
@@ -94,10 +96,7 @@ def compose(
     Raises:
         UserError: if the parts or the arguments don't fit. The message names the field, weight or argument.
     """
-    if scale_projector and projector_norm != "none":
-        raise UserError(
-            "scale_projector scales a projector without a norm: with one, its gains set the size of image tokens."
-        )
+    require_fitting_scale(projector_norm, scale_projector)
     require_fitting_tiles(max_tiles, center_crop)
     require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
 
@@ -169,12 +168,23 @@ def compose(
     complete_generation(model, tokenizer, chat.end_of_turn)
     try_picture(model, processor)
     if scale_projector:
-        scale_to_text(model, processor)
+        scale_once(model, processor)
     return model, processor
 
 
+def scale_once(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
+    """Scale a projector without a norm, so that image tokens start at T, and record it."""
+    logger.info("%s", normllava.projector.scale_projector(model, processor))
+    model.config.projector_scaled = True
+
+
 def convert_llava(
-    llava_model_path: str, projector_norm: str = "gwc", *, align_norm: bool = True, norm_target_ratio: float = 1.0
+    llava_model_path: str,
+    projector_norm: str = "gwc",
+    *,
+    align_norm: bool = True,
+    scale_projector: bool = False,
+    norm_target_ratio: float = 1.0,
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava with the weights of a Llava checkpoint and a new norm layer; and the NormLlava's processor.
 
@@ -186,6 +196,7 @@ def convert_llava(
             its encoder doesn't take pictures of one fixed size, if the checkpoint is quantized, or if
             `norm_target_ratio` doesn't fit.
     """
+    require_fitting_scale(projector_norm, scale_projector)
     require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
     model_type = read_config(llava_model_path).model_type
     if model_type != "llava":
@@ -197,7 +208,6 @@ def convert_llava(
         old_processor = AutoProcessor.from_pretrained(llava_model_path)
         tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")
     vision_model = llava.model.vision_tower
-    language_model = llava.model.language_model
 
     # Count the features of a picture.
     image_processor = old_processor.image_processor
@@ -208,30 +218,18 @@ def convert_llava(
     if llava.config.vision_feature_select_strategy == "default":
         num_features -= 1  # "default" leaves out the first feature
 
-    # Make the config, and join the parts.
-    target = None
-    if align_norm and projector_norm != "none":
-        target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
-
-    fields: dict[str, Any] = llava.config.to_dict() | {
-        "model_type": NormLlavaConfig.model_type,
-        "image_seq_length": num_features,
-        "projector_norm": projector_norm,
-        "projector_norm_target": target,
-        "llava_name_or_path": absolute_or_id(llava_model_path),
-    }
-    config = NormLlavaConfig.from_dict(fields, attn_implementation=llava.config._attn_implementation)
-    model = NormLlavaForConditionalGeneration(config, vision_model, language_model, llava.lm_head)
-    model.model.multi_modal_projector.linear_1 = llava.model.multi_modal_projector.linear_1
-    model.model.multi_modal_projector.linear_2 = llava.model.multi_modal_projector.linear_2
+    model = add_norm(llava, projector_norm, norm_target_ratio if align_norm else None)
+    model.config.image_seq_length = num_features
+    model.config.llava_name_or_path = absolute_or_id(llava_model_path)
 
     # Make the processor, and try the model with it.
-    model.generation_config = llava.generation_config
     image_token = old_processor.image_token
     template, end_of_turn = keep_chat_template(llava_model_path, tokenizer, old_processor.chat_template, image_token)
     processor = make_processor(model, image_processor, tokenizer, image_token, num_additional, template)
     complete_generation(model, tokenizer, end_of_turn)
     try_picture(model, processor)
+    if scale_projector:
+        scale_once(model, processor)
     return model, processor
 
 
@@ -264,6 +262,18 @@ def keep_chat_template(
             name,
         )
     return processor_template, tokenizer.eos_token
+
+
+def require_fitting_scale(projector_norm: str, scale_projector: bool) -> None:
+    """Refuse to scale a projector with a norm.
+
+    Raises:
+        UserError: if the projector has a norm and shall be scaled.
+    """
+    if scale_projector and projector_norm != "none":
+        raise UserError(
+            "scale_projector scales a projector without a norm: with one, its gains set the size of image tokens."
+        )
 
 
 def require_fitting_ratio(projector_norm: str, align_norm: bool, norm_target_ratio: float) -> None:
@@ -387,17 +397,6 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
 
 
 @torch.no_grad()
-def scale_to_text(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
-    """Scale a projector without a norm layer, so that image tokens start at the norm of text."""
-    norms = interface_norms(model, processor)
-    scale = norms["text"] / norms["projector_output"]
-    # Without a norm layer, the projector ends with linear_2, so that its weight and its bias scale the output.
-    for parameter in model.model.multi_modal_projector.linear_2.parameters():
-        parameter *= scale
-    model.config.projector_scaled = True
-
-
-@torch.no_grad()
 def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
     """Mean L2 norms of embeddings from the vision encoder to the decoder, on eight pictures of seeded noise.
 
@@ -406,10 +405,9 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
         gives to the places: `"projector_input"`, `"norm_input"` (before the norm layer; without a norm layer it is the
         same as the output), `"projector_output"` and others.
     """
-    size = model.config.vision_config.image_size
-    noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
-    pictures = [Image.fromarray(pixels) for pixels in noise]
-    pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"].to(model.dtype)
+    pixel_values = processor.image_processor(noise_pictures(model), return_tensors="pt")["pixel_values"].to(
+        model.dtype
+    )
 
     norms = {"text": text_norm_target(vocabulary_norms(model))}
 
@@ -459,7 +457,7 @@ recipe's steps; plain Llava's image tokens entered at nearly 4 times the norm of
   --projector_norm none                     plain Llava, to compare with
 
 The first two haven't been compared after the whole recipe, on photographs or in a larger decoder.
-`python -m diagnostics` measures your model's ratio of image to text norms on your pictures."""
+`normllava diagnose` measures your model's ratio of image to text norms on your pictures."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -485,7 +483,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--norm_target_ratio", type=float, default=1, help="initial norm of image tokens, a multiple of text's"
     )
     parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale to start at text's norm")
-    parser.add_argument("--captions", help="rows of stage 1 to align a new projector on, see training/align.py")
+    parser.add_argument("--captions", help="rows of stage 1 to align a new projector on, see composing/align.py")
     parser.add_argument("--image_folder", help="prefix of the image paths in --captions")
     parser.add_argument(
         "--center_crop",
@@ -520,8 +518,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     if is_conversion:
         sets_layer = options.vision_feature_layer != parser.get_default("vision_feature_layer")
-        if options.scale_projector or options.captions or sets_layer:
-            parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")
+        if options.captions or sets_layer:
+            parser.error("--captions and --vision_feature_layer are for a new projector")
         if options.spatial_merge_size != 1:
             parser.error("--spatial_merge_size is for a new projector; a converted Llava keeps its own")
         if options.max_tiles != 1:
@@ -545,6 +543,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.llava_model,
             projector_norm=options.projector_norm,
             align_norm=not options.no_align_norm,
+            scale_projector=options.scale_projector,
             norm_target_ratio=options.norm_target_ratio,
         )
     else:

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.console import command, new_folder, parse
+from normllava.command_line import command, new_folder, parse
 
 import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
-from common.errors import UserError, errors_named_after
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.checkpoints import check_weights, copy_record
-from training.loading import load_config, load_processor
-from training.run import check_start_weights, start_weights
+from normllava.errors import UserError, errors_named_after
+from training.folders.checkpoints import check_weights, copy_record
+from training.folders.loading import load_config, load_processor
+from training.folders.run import check_start_weights, start_weights
 
 
 def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGeneration:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.console import command
+from normllava.command_line import command
 
 import torch
 from torch import nn
@@ -25,15 +25,15 @@ from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
-from common.errors import UserError
-from diagnostics.parts import find_decoder
 from modeling_normllava import NormLlavaConfig
-from training.arguments import RunArguments, TrainingConfig
-from training.command_line import parse_arguments
-from training.loading import load_config, prepare_model
-from training.loss import head_at_positions
-from training.stages import base_model
-from training.stand_ins import EightBitAdam, pack_layers
+from normllava.errors import UserError
+from normllava.parts import find_decoder
+from training.folders.loading import load_config, prepare_model
+from training.loop.loss import head_at_positions
+from training.modules.stages import base_model
+from training.modules.stand_ins import EightBitAdam, pack_layers
+from training.options.arguments import RunArguments, TrainingConfig
+from training.options.command_line import parse_arguments
 
 
 logger = logging.getLogger(__name__)

@@ -22,20 +22,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from common.console import command
+from normllava.command_line import command
 
 import torch
 
-from common.errors import UserError
-from conversations.chat_template import plain_template
-from conversations.measured import RowCheck
-from conversations.sources import find_source
-from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaConfig
-from training.arguments import RunArguments, TrainingConfig, read_resume
-from training.attention import default_attention
-from training.batches import Batches, deal_held_out, deal_rows, require_separate_samples
-from training.checkpoints import (
+from normllava.conversations.chat_template import plain_template
+from normllava.conversations.measured import RowCheck
+from normllava.conversations.sources import find_source
+from normllava.conversations.tokens import RowTokenizer
+from normllava.errors import UserError
+from training.folders.checkpoints import (
     check_weights,
     find_checkpoint,
     list_checkpoints,
@@ -44,13 +41,8 @@ from training.checkpoints import (
     recorded_arguments,
     steps_done,
 )
-from training.collator import VisionLanguageCollator
-from training.command_line import build_parser, make_arguments, read_fields
-from training.data import read_held_out, read_rows, require_pictures
-from training.key_alignment import KeyAlignment
-from training.loading import load_base, load_config, load_processor, prepare_model
-from training.refusals import check_devices, check_tiles
-from training.run import (
+from training.folders.loading import load_base, load_config, load_processor, prepare_model
+from training.folders.run import (
     Run,
     check_same_run,
     check_start_weights,
@@ -58,9 +50,17 @@ from training.run import (
     describe_run,
     start_weights,
 )
-from training.stages import Stage, describe_stage
-from training.streams import StreamBatches
-from training.trainer import NormLlavaTrainer
+from training.loop.trainer import NormLlavaTrainer
+from training.modules.attention import default_attention
+from training.modules.key_alignment import KeyAlignment
+from training.modules.stages import Stage, describe_stage
+from training.options.arguments import RunArguments, TrainingConfig, read_resume
+from training.options.command_line import build_parser, make_arguments, read_fields
+from training.options.refusals import check_devices, check_tiles
+from training.rows.batches import Batches, deal_held_out, deal_rows, require_separate_samples
+from training.rows.collator import VisionLanguageCollator
+from training.rows.data import read_held_out, read_rows, require_pictures
+from training.rows.streams import StreamBatches
 
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.gpu.results import Arm, Figures
 from benchmarks.gpu.stopwatch import Stopwatch
-from training.attention import varlen_attention_forward
+from training.modules.attention import varlen_attention_forward
 
 
 NUM_HEADS = 28

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.bare_step import take_step, to_device
 from benchmarks.gpu.recorder import StepRecorder, TrainingMeasured
-from training.stages import base_model
+from training.modules.stages import base_model
 
 
 class BareLoop(StepRecorder):

@@ -31,7 +31,7 @@ from typing import Any
 
 from torch import nn
 
-from training.stages import base_model, unread_parameters
+from training.modules.stages import base_model, unread_parameters
 
 
 PEAK_FLOPS = 989e12  # bfloat16, dense: an H100 SXM and an H200

@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.quantizers import AutoHfQuantizer
 
-from conversations.chat_template import chat_template
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from normllava.conversations.chat_template import chat_template
 
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.results import Arm, Figures, Line, append_line, read_lines
-from training.run import describe_environment
+from training.folders.run import describe_environment
 
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from benchmarks.gpu.definitions import PEAK_FLOPS, Work, model_flops
 from benchmarks.gpu.results import Figures
 from benchmarks.gpu.stopwatch import Stopwatch
 from benchmarks.gpu.synchronisations import SynchronisationCounter
-from conversations.tokens import IGNORED
-from training.stages import base_model
+from normllava.tokens import IGNORED
+from training.modules.stages import base_model
 
 
 class TrainingMeasured(Exception):

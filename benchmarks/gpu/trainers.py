@@ -23,7 +23,7 @@ from benchmarks.trl_rows import trl_dataset
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training import sft
 from training.adapters import quantization_config
-from training.arguments import RunArguments, TrainingConfig
+from training.options.arguments import RunArguments, TrainingConfig
 
 
 # The file of rows of each stage.
@@ -194,7 +194,7 @@ def random_weights_for_our_command(config: NormLlavaConfig) -> Iterator[None]:
         model = make_model(config, dtype, str(run_args.attn_implementation), args.device)
         if run_args.load_in_4bit:
             quantize(model, quantization_config(dtype), args.device)
-        # As in training/loading.py: torch wouldn't train the embedding of `padding_idx`.
+        # As in training/folders/loading.py: torch wouldn't train the embedding of `padding_idx`.
         model.get_input_embeddings().padding_idx = None
         reset_peak_memory()
         return model

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import torch
 from sklearn.datasets import load_digits
@@ -35,10 +35,10 @@ from transformers import (
     set_seed,
 )
 
-from conversations.chat_template import chat_template
-from conversations.rows import to_messages
-from conversations.tokens import IGNORED
 from examples.digits.scenes import CELL, COLOURS, DIGITS, Row, make_random_scene, render, split_digits
+from normllava.conversations.chat_template import chat_template
+from normllava.conversations.rows import to_messages
+from normllava.tokens import IGNORED
 
 
 logger = logging.getLogger(__name__)

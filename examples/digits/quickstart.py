@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import torch
 import yaml
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 RUN = Path("runs/digits")  # relative to the repository's root
 # The command that the quickstart suggests at its end.
-SWEEP = f"python -m diagnostics --model {RUN}/stage2 --data {RUN}/data/probe.json --sweep --output_dir {RUN}/sweep"
+SWEEP = f"normllava diagnose --model {RUN}/stage2 --data {RUN}/data/probe.json --sweep --output_dir {RUN}/sweep"
 
 
 def build_parser() -> argparse.ArgumentParser:

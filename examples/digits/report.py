@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from diagnostics import measure
-from diagnostics.answers import Prompt, answer_prompts, make_prompt
-from diagnostics.loading import load_model
-from diagnostics.parts import THIRDS
-from diagnostics.plots import draw_overview, save_figure
-from diagnostics.table import Summary
 from examples.digits.scenes import CHANCE, QUESTIONS_PER_TEST_SCENE, make_picture_turns
 from examples.results import draw_answers, record_scores
+from normllava.diagnostics import measure
+from normllava.diagnostics.answers import Prompt, answer_prompts, make_prompt
+from normllava.diagnostics.loading import load_model
+from normllava.diagnostics.plots import draw_overview, save_figure
+from normllava.diagnostics.table import Summary
+from normllava.parts import THIRDS
 
 
 logger = logging.getLogger(__name__)

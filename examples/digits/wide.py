@@ -17,17 +17,17 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from common.errors import UserError
-from diagnostics.answers import answer_prompts
 from examples.digits.quickstart import RUN, training_command
 from examples.digits.report import load_scene_questions, make_image_prompt, share_right
 from examples.digits.scenes import CHANCE
 from examples.steps import ROOT, Step, run_steps
+from normllava.diagnostics.answers import answer_prompts
+from normllava.errors import UserError
 
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-from diagnostics.plots import FAINT, save_figure, styled
 from examples.emoji.parts import RUN
 from examples.steps import ROOT
+from normllava.diagnostics.plots import FAINT, save_figure, styled
 
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import numpy as np
 import pandas as pd
@@ -36,10 +36,10 @@ from transformers import (
     AutoTokenizer,
 )
 
-from diagnostics.answers import answer_prompts, encode_prompts, likeliest, make_prompt, read_prompt
 from examples.emoji.parts import RUN
 from examples.emoji.pictures import ASK_GROUP, ASK_NAME, ASK_WHETHER_THERE, HELD_OUT, Record, choose_other_name
 from examples.results import draw_answers, record_scores
+from normllava.diagnostics.answers import answer_prompts, encode_prompts, likeliest, make_prompt, read_prompt
 
 
 logger = logging.getLogger(__name__)

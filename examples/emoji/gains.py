@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from diagnostics.plots import FAINT, INK, MODEL_STYLES, WIDTH, draw_curve, save_figure, styled
+from normllava.diagnostics.plots import FAINT, INK, MODEL_STYLES, WIDTH, draw_curve, save_figure, styled
 
 
 RECORDS = Path(__file__).with_name("trial.jsonl")

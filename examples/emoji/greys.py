@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import numpy as np
 import pandas as pd
@@ -21,10 +21,10 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel, set_seed
 
-from diagnostics.hooks import InterfaceHooks
 from examples.digits.quickstart import RUN as DIGITS
 from examples.emoji.parts import RUN as EMOJI
 from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava.hooks import InterfaceHooks
 from training.compose import compose
 
 

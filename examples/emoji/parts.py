@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import onnx
 import torch
@@ -30,7 +30,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from common.errors import UserError
+from normllava.errors import UserError
 
 
 RUN = Path("runs/emoji")  # holds all that the example makes

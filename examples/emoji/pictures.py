@@ -26,18 +26,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import torch
 from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.errors import UserError
-from conversations.chat_template import chat_template
-from conversations.rows import IMAGE_MARK
-from diagnostics.answers import encode_prompts, make_prompt
 from examples.emoji.parts import IMAGE_SIZE, RUN
+from normllava.conversations.chat_template import chat_template
+from normllava.conversations.rows import IMAGE_MARK
+from normllava.diagnostics.answers import encode_prompts, make_prompt
+from normllava.errors import UserError
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import torch
 from torch.utils.benchmark import Timer

@@ -20,8 +20,8 @@ from benchmarks.gpu.results import Arm, Line, append_line, read_lines
 from benchmarks.gpu.synchronisations import SynchronisationCounter
 from benchmarks.gpu.table import render
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from training.adapters import add_adapters
-from training.stages import LearningRates, Stage, prepare_stage
+from training.modules.adapters import add_adapters
+from training.modules.stages import LearningRates, Stage, prepare_stage
 
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from fences import fences
 
 ROOT = Path(__file__).parents[2]
 # The packages that the page's changes and tests need.
-PACKAGES = ("modeling_normllava", "common", "conversations", "diagnostics", "training")
+PACKAGES = ("modeling_normllava", "normllava", "training")
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 

@@ -16,8 +16,9 @@ from fences import fences
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from training.arguments import RunArguments
-from training.command_line import parse_arguments
+from normllava.__main__ import SUBCOMMANDS
+from training.options.arguments import RunArguments
+from training.options.command_line import parse_arguments
 
 
 ROOT = Path(__file__).parents[2]
@@ -83,13 +84,15 @@ def find_module(words: list[str]) -> tuple[str, list[str]] | None:
     if words[:2] == ["accelerate", "launch"]:
         position = words.index("training/sft.py")  # the only script that pages launch
         return "training.sft", words[position + 1 :]
+    if Path(words[0]).name == "normllava":
+        return SUBCOMMANDS[words[1]].module, words[2:]
     if not words[0].endswith("python"):
         return None
     if words[1] != "-m":  # a script, such as `python training/compose.py`
         module = words[1].removesuffix(".py").replace("/", ".")
         return module, words[2:]
 
-    # A module, such as `python -m diagnostics`, which runs the package's `__main__`.
+    # A module, such as `python -m hub_cards`, which runs the package's `__main__`.
     module = words[2]
     is_package = (ROOT / module.replace(".", "/") / "__main__.py").exists()
     if is_package:
@@ -123,7 +126,7 @@ def options_on_page(heading: str) -> dict[str, str]:
     ("heading", "module"),
     [
         pytest.param("compose", "training.compose", id="compose"),
-        pytest.param("diagnostics", "diagnostics.__main__", id="diagnostics"),
+        pytest.param("diagnostics", "normllava.diagnostics.command", id="diagnostics"),
     ],
 )
 def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:

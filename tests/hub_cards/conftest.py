@@ -10,10 +10,10 @@ import yaml
 from huggingface_hub import HfApi
 from PIL import Image
 
-from common.files import weights_fingerprint
-from diagnostics.__main__ import main as run_diagnostics
 from hub_cards.build import BuildOptions, build_release
 from hub_server import REPO_ID, TOKEN, HubServer, serve_hub
+from normllava.diagnostics.command import main as run_diagnostics
+from normllava.files import weights_fingerprint
 
 
 # The content of a recipe's `card.yaml`.
@@ -104,7 +104,7 @@ def widget_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def report(trained_run: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `python -m diagnostics` writes about the run's model. Treat it as read-only."""
+    """The folder that `normllava diagnose` writes about the run's model. Treat it as read-only."""
     folder = tmp_path_factory.mktemp("report") / "diagnostics"
     arguments = ["--model", str(trained_run), "--data", str(widget_data), "--output_dir", str(folder)]
     run_diagnostics(arguments)

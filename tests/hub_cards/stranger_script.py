@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 
 
 # Packages of this project. A release must need none of them.
-PACKAGES = ("common", "conversations", "hub_cards", "modeling_normllava", "training")
+PACKAGES = ("hub_cards", "modeling_normllava", "normllava", "training")
 QUESTION = "what is it?"
 NUM_TOKENS = 8
 

@@ -14,7 +14,6 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
-from common.files import weights_fingerprint
 from hub_cards.build import BuildOptions, build_release, save_picture
 from hub_cards.card import Prose
 from hub_cards.check import find_faults
@@ -22,6 +21,7 @@ from hub_cards.contents import list_release
 from hub_cards.facts import HUB_ID_PATTERN, collect_facts
 from hub_cards.licences import KNOWN_LICENCES, Licence
 from hub_server import REPO_ID, run_command
+from normllava.files import weights_fingerprint
 from plants import WEIGHTS, change_weights, set_fields, split_weights, write_file
 
 
@@ -356,14 +356,14 @@ def test_the_card_shows_the_diagnostics_report(
 def test_a_report_of_other_weights_is_refused(change: dict[str, Any], measured_run: Path) -> None:
     model = read_model_entry(measured_run)
     set_fields("diagnostics/report.json", models=[model | change])(measured_run)
-    with pytest.raises(ValueError, match=r"report.json is of other weights. Run python -m diagnostics on this model"):
+    with pytest.raises(ValueError, match=r"report.json is of other weights. Run normllava diagnose on this model"):
         collect_facts(measured_run)
 
 
 def test_a_report_of_two_models_is_refused(measured_run: Path) -> None:
     model = read_model_entry(measured_run)
     set_fields("diagnostics/report.json", models=[model, model])(measured_run)
-    with pytest.raises(ValueError, match="Run python -m diagnostics on this model alone"):
+    with pytest.raises(ValueError, match="Run normllava diagnose on this model alone"):
         collect_facts(measured_run)
 
 
@@ -371,7 +371,7 @@ def test_a_report_of_another_version_is_refused(measured_run: Path) -> None:
     model = read_model_entry(measured_run)
     del model["summary"]
     set_fields("diagnostics/report.json", models=[model])(measured_run)
-    with pytest.raises(ValueError, match=r"report.json can't be read .* Run python -m diagnostics"):
+    with pytest.raises(ValueError, match=r"report.json can't be read .* Run normllava diagnose"):
         collect_facts(measured_run)
 
 
@@ -437,7 +437,7 @@ def test_a_stage_that_was_run_again_since_is_not_told(run_after_align: Path, bui
 def test_the_card_says_that_the_training_of_an_aligned_projector_is_not_recorded(
     run_after_align: Path, build_card: Callable[..., str]
 ) -> None:
-    """`training/align.py` aligns a projector before the first stage, and no run records how."""
+    """`training/composing/align.py` aligns a projector before the first stage, and no run records how."""
     set_fields("config.json", projector_aligned=True)(run_after_align)
     assert "Training before the stage that follows: not recorded." in build_card(run_after_align, **OWN_LICENCE)
 

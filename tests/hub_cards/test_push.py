@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
-from common.errors import UserError
 from hub_cards import model_folder
 from hub_cards.check import find_faults
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
 from hub_cards.weights import Weights
 from hub_server import REPO_ID, TOKEN, HubServer, place_files, read_published, read_tree, run_command
+from normllava.errors import UserError
 from plants import change_weights
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from transformers import pipeline
 
-from conversations.pictures import open_images
+from normllava.conversations.pictures import open_images
 
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from gradio_client import Client, handle_file
 from huggingface_hub import metadata_load
 from PIL import Image
 
-from conversations.pixels import to_rgb
 from hub_cards.contents import ASSETS
+from normllava.conversations.pixels import to_rgb
 
 
 SPACE_FOLDER = ASSETS / "space"

@@ -284,7 +284,7 @@ from importlib.abc import MetaPathFinder
 
 class NoRepository(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("modeling_normllava", "common", "conversations", "diagnostics", "training"):
+        if name.split(".")[0] in ("modeling_normllava", "normllava", "training"):
             raise ImportError(f"{name} must not be needed")
 
 sys.meta_path.insert(0, NoRepository())

@@ -92,7 +92,7 @@ def run(recipe: str, *arguments: str, killer: Killer | None = None) -> int:
 def main() -> None:
     """Train the unbroken run, or kill and resume a run at each event that the command line names."""
     # Imported before forking, so that the children need not import the libraries.
-    import training.adapters
+    import training.modules.adapters
     import training.sft  # noqa: F401
 
     recipe, output_dir, *events = sys.argv[1:]

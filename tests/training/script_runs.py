@@ -9,10 +9,10 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
-from conversations.measured import RowCheck
-from conversations.tokens import RowTokenizer
+from normllava.conversations.measured import RowCheck
+from normllava.conversations.tokens import RowTokenizer
 from training import sft
-from training.collator import VisionLanguageCollator
+from training.rows.collator import VisionLanguageCollator
 
 
 ROOT = Path(__file__).parents[2]  # the repository's folder

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
-from training import trainer
+from training.loop import trainer
 
 
 RANK = int(os.environ["RANK"])

@@ -17,15 +17,15 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
-from common.files import weights_fingerprint  # noqa: E402
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
+from normllava.files import weights_fingerprint  # noqa: E402
 from script_runs import INSTRUCT, ROOT, collate, load_weights, read_steps, run  # noqa: E402
 from training import sft  # noqa: E402
-from training.adapters import add_adapters, quantization_config  # noqa: E402
-from training.arguments import RunArguments, TrainingConfig  # noqa: E402
-from training.loading import load_base, prepare_model  # noqa: E402
+from training.folders.loading import load_base, prepare_model  # noqa: E402
 from training.merge import merge  # noqa: E402
-from training.stages import ModuleGroup, Stage, describe_stage  # noqa: E402
+from training.modules.adapters import add_adapters, quantization_config  # noqa: E402
+from training.modules.stages import ModuleGroup, Stage, describe_stage  # noqa: E402
+from training.options.arguments import RunArguments, TrainingConfig  # noqa: E402
 
 
 QLORA = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from conversations.loading import load_rows
-from conversations.rows import BadRowError
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.align import align, embed_captions, first_answer
+from normllava.conversations.loading import load_rows
+from normllava.conversations.rows import BadRowError
+from training.composing.align import align, embed_captions, first_answer
 
 
 RGB_OF_COLOUR = {"red": (220, 30, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "grey": (128, 128, 128)}

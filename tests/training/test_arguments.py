@@ -9,13 +9,13 @@ import pytest
 import torch
 import yaml
 
-from common.errors import UserError
+from normllava.errors import UserError
 from script_runs import FAST, INSTRUCT, PACKED, ROOT
 from training import sft
-from training.arguments import RunArguments, SourceArguments, TrainingConfig, default_num_workers
-from training.command_line import parse_arguments
-from training.refusals import FIXED_FIELDS, check_arguments
-from training.run import describe_environment, describe_run
+from training.folders.run import describe_environment, describe_run
+from training.options.arguments import RunArguments, SourceArguments, TrainingConfig, default_num_workers
+from training.options.command_line import parse_arguments
+from training.options.refusals import FIXED_FIELDS, check_arguments
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_a_bug_of_ours_keeps_its_traceback(recipe: Path, monkeypatch: pytest.Mon
     def fail(*args: Any) -> None:
         int("a bug")
 
-    for function in ("training.command_line.check_arguments", "training.arguments.read_resume"):
+    for function in ("training.options.command_line.check_arguments", "training.options.arguments.read_resume"):
         with monkeypatch.context() as patched:
             patched.setattr(function, fail)
             with pytest.raises(ValueError, match="invalid literal for int") as error:
@@ -437,7 +437,7 @@ def test_pictures_are_opened_by_workers_where_there_is_a_gpu(recipe: Path, monke
 
 def test_workers_of_a_stream_do_not_depend_on_the_machine(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingConfig, "__post_init__", lambda args: None)  # the real method would read the device
-    monkeypatch.setattr("training.command_line.check_arguments", lambda run_args, args: None)
+    monkeypatch.setattr("training.options.command_line.check_arguments", lambda run_args, args: None)
 
     stream = {"dataset_streaming": True, "max_steps": 2}
     _, args = parse_arguments(change_recipe(recipe, **stream))

@@ -26,9 +26,9 @@ from transformers import (
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import collate
-from training.arguments import RunArguments, TrainingConfig
-from training.attention import attend_by_kernel, default_attention, kernel_supports
-from training.loading import load_base
+from training.folders.loading import load_base
+from training.modules.attention import attend_by_kernel, default_attention, kernel_supports
+from training.options.arguments import RunArguments, TrainingConfig
 
 
 SIZES: dict[str, Any] = {

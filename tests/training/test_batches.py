@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from training.arguments import RunArguments, TrainingConfig
-from training.batches import Batches, deal_rows, padded_batches
+from training.options.arguments import RunArguments, TrainingConfig
+from training.rows.batches import Batches, deal_rows, padded_batches
 
 
 def process_args(rank: int, num_processes: int) -> Any:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from conversations.loading import load_rows
-from diagnostics.probe import Probe, Record
-from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava.conversations.loading import load_rows
+from normllava.diagnostics.probe import Probe, Record
+from normllava.tokens import classify_sample, token_ids
 from script_runs import INSTRUCT, PACKED, collate, read_metrics, run
 
 
@@ -65,7 +65,7 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
         run(tmp_path, **fields_of_run)
         metrics = read_metrics(tmp_path / name)
         step = metrics[0]
-        assert step["norm/visual"] == pytest.approx(expected_visual, rel=1e-5), name
+        assert step["norm/image"] == pytest.approx(expected_visual, rel=1e-5), name
         assert step["norm/text"] == pytest.approx(expected_text, rel=1e-5), name
         assert step["norm/ratio"] == pytest.approx(expected_visual / expected_text, rel=1e-5), name
         # Two of Trainer's figures on the whole run are left out, since they would be wrong: `total_flos` counts

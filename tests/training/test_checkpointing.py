@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from script_runs import INSTRUCT, PACKED, changed_weights, read_steps, run
-from training import checkpointing
-from training.checkpointing import checkpointed_stacks, peak_without_checkpointing, stop_checkpointing
+from training.loop import checkpointing
+from training.loop.checkpointing import checkpointed_stacks, peak_without_checkpointing, stop_checkpointing
 
 
 def llama(num_layers: int) -> LlamaForCausalLM:

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from trl import SFTTrainer
 
-from common.errors import UserError
+from normllava.errors import UserError
 from script_runs import changed_weights, read_steps, run
-from training import checkpoints
-from training.checkpoints import find_checkpoint, steps_done
-from training.trainer import NormLlavaTrainer
+from training.folders import checkpoints
+from training.folders.checkpoints import find_checkpoint, steps_done
+from training.loop.trainer import NormLlavaTrainer
 
 
 def tear_file(path: Path) -> None:

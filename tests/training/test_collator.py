@@ -10,13 +10,13 @@ from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoProcessor
 
-from conversations.chat_template import plain_template
-from conversations.layouts import read_row
-from conversations.rows import BadRowError
-from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.collator import VisionLanguageCollator
-from training.stages import LearningRates, Stage, prepare_stage
+from normllava.conversations.chat_template import plain_template
+from normllava.conversations.layouts import read_row
+from normllava.conversations.rows import BadRowError
+from normllava.conversations.tokens import RowTokenizer
+from training.modules.stages import LearningRates, Stage, prepare_stage
+from training.rows.collator import VisionLanguageCollator
 
 
 def make_row(folder: Path, answer: str, *further_turns: str, num_images: int = 1) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, changed_weights, load_weights, read_metrics, run
-from training.compiling import compile_layers
-from training.run import Run
+from training.folders.run import Run
+from training.modules.compiling import compile_layers
 
 
 @pytest.fixture(autouse=True)

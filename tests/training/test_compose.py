@@ -36,13 +36,13 @@ from transformers import (
     Siglip2VisionConfig,
 )
 
-from common.errors import UserError
-from conversations.chat_template import chat_format, chat_template
-from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from normllava.conversations.chat_template import chat_format, chat_template
+from normllava.conversations.tokens import RowTokenizer
+from normllava.errors import UserError
 from script_runs import ROOT
-from training.backbones import load_text_model, load_vision_model
 from training.compose import compose, convert_llava, interface_norms, main
+from training.composing.backbones import load_text_model, load_vision_model
 
 
 # Sizes of small language models and vision encoders.
@@ -700,7 +700,7 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
         # Scaling alone leaves open whether a norm follows.
         ("--output_dir out --vision_model x --text_model y --scale_projector", "give --projector_norm"),
         ("--output_dir out --projector_norm gwc --llava_model x --center_crop", "--center_crop is for a new model"),
-        ("--output_dir out --projector_norm gwc --llava_model x --scale_projector", "are for a new projector"),
+        ("--output_dir out --projector_norm gwc --llava_model x --captions y", "are for a new projector"),
         (
             "--output_dir out --projector_norm gwc --llava_model x --no_align_norm --norm_target_ratio 3",
             "for a norm that starts at",

@@ -162,7 +162,7 @@ def test_losses_are_those_of_one_process(
             assert step["num_tokens"] == expected["num_tokens"]
             assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-4)
-            assert step["norm/visual"] == pytest.approx(expected["norm/visual"], rel=2e-4)
+            assert step["norm/image"] == pytest.approx(expected["norm/image"], rel=2e-4)
 
 
 def write_shards(data: Path, folder: Path) -> set[str]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.errors import UserError
-from training.finite import FiniteWatch, describe_steps
+from normllava.errors import UserError
+from training.loop.finite import FiniteWatch, describe_steps
 
 
 def sum_over_one_process(count: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ from test_distributed import TWO_PROCESSES, launch
 from torch import nn
 from transformers import AutoProcessor
 
-from conversations.chat_template import plain_template
-from conversations.loading import load_rows
-from conversations.pictures import open_images
-from conversations.tokens import IGNORED, RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava.conversations.chat_template import plain_template
+from normllava.conversations.loading import load_rows
+from normllava.conversations.pictures import open_images
+from normllava.conversations.tokens import IGNORED, RowTokenizer
 from script_runs import INSTRUCT, PACKED, changed_weights, read_metrics, read_steps, run
 from training import sft
 

@@ -1,4 +1,4 @@
-"""The losses on attention keys (training/key_alignment.py), and runs that train key adapters with them.
+"""The losses on attention keys (training/modules/key_alignment.py), and runs that train key adapters with them.
 
 MMD, the maximum mean discrepancy, is the distance between the keys of visual and of text tokens. The Gram distance is
 how far the angles between keys have moved from those of the original `k_proj`. The weighted sum of both is called the
@@ -24,12 +24,12 @@ from modeling_normllava import (  # noqa: E402
     NormLlavaKeyAdapterForConditionalGeneration,
 )
 from script_runs import PACKED, collate, read_steps, run  # noqa: E402
-from training.adapters import add_adapters  # noqa: E402
 from training.add_key_adapters import add_key_adapters  # noqa: E402
-from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
-from training.loss import gradient_alone  # noqa: E402
+from training.loop.loss import gradient_alone  # noqa: E402
 from training.merge import merge  # noqa: E402
-from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
+from training.modules.adapters import add_adapters  # noqa: E402
+from training.modules.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
+from training.modules.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 
 
 # The bandwidths s of MMD's kernel, whose formula is in `plain_mmd`.

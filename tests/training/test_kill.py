@@ -68,8 +68,8 @@ def assert_same_as_unbroken(kind: str, folder: Path, event: int) -> None:
     # 30 rows make 8 steps of 4 rows. The last step has only 2 rows, except in a stream, which begins anew at its end.
     assert len(expected_steps) == 8
     for step, expected in zip(steps, expected_steps, strict=True):
-        for name in ("step", "epoch", "loss", "num_tokens", "norm/visual"):
-            # A step without pictures has no "norm/visual".
+        for name in ("step", "epoch", "loss", "num_tokens", "norm/image"):
+            # A step without pictures has no "norm/image".
             assert step.get(name) == expected.get(name), (event, name)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from common.errors import UserError, errors_named_after
-from training.arguments import RunArguments, TrainingConfig
-from training.loading import load_base, load_config
+from normllava.errors import UserError, errors_named_after
+from training.folders.loading import load_base, load_config
+from training.options.arguments import RunArguments, TrainingConfig
 
 
 def test_an_error_names_the_folder_that_holds_no_model(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaProcessor
 
-from common.errors import UserError
-from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.align import align
+from normllava.conversations.tokens import RowTokenizer
+from normllava.errors import UserError
 from training.compose import compose, interface_norms, main
+from training.composing.align import align
 
 
 QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]

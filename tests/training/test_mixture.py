@@ -11,15 +11,15 @@ import pytest
 from datasets import Dataset, DatasetDict, Image
 from transformers import AutoProcessor
 
-from conversations.loading import load_rows
-from conversations.pictures import open_images
-from conversations.rows import Row
-from conversations.tokens import RowTokenizer
+from normllava.conversations.loading import load_rows
+from normllava.conversations.pictures import open_images
+from normllava.conversations.rows import Row
+from normllava.conversations.tokens import RowTokenizer
 from script_runs import INSTRUCT, PACKED, read_metrics, run
 from training import sft
-from training.arguments import RunArguments, TrainingConfig
-from training.data import read_held_out, read_rows
-from training.run import Run
+from training.folders.run import Run
+from training.options.arguments import RunArguments, TrainingConfig
+from training.rows.data import read_held_out, read_rows
 
 
 @pytest.fixture

@@ -26,13 +26,13 @@ from transformers import (
 )
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from common.errors import UserError
-from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava import NormMonitor
+from normllava.conversations.tokens import RowTokenizer
+from normllava.errors import UserError
 from script_runs import collate
-from training.batches import deal_held_out, packed_batches, plan_packing, require_separate_samples
-from training.collator import VisionLanguageCollator
-from training.monitor import InterfaceMonitor
+from training.rows.batches import deal_held_out, packed_batches, plan_packing, require_separate_samples
+from training.rows.collator import VisionLanguageCollator
 
 
 @pytest.fixture
@@ -146,21 +146,21 @@ def test_norms_of_a_blank_picture_are_not_logged(
 ) -> None:
     processor = AutoProcessor.from_pretrained(make_model_folder())
     model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).train()
-    monitor = InterfaceMonitor(model, processor)
-    monitor.active = True  # the monitor measures only in steps that are logged
+    monitor = NormMonitor(model, processor)
 
     def measure_norms(rows_of_batch: list[dict[str, Any]]) -> dict[str, float]:
         inputs = collate(make_model_folder(), rows_of_batch, packed)
         del inputs["labels"]
+        monitor.watch()
         model.model(**inputs, use_cache=False)
-        return monitor.collect(lambda sums: sums)  # there are no other processes, whose sums would be added
+        return monitor.collect()
 
     row_without_pictures = rows[1]
-    assert "norm/visual" not in measure_norms([row_without_pictures])
+    assert "norm/image" not in measure_norms([row_without_pictures])
 
     # After the norm layer, a token's L2 norm is about the norm of the layer's gain.
     expected = model.model.multi_modal_projector.norm.weight.norm().item()
-    assert measure_norms(rows)["norm/visual"] == pytest.approx(expected, rel=0.05)
+    assert measure_norms(rows)["norm/image"] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(

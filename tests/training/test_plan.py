@@ -12,14 +12,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from normllava.tokens import IGNORED
 from script_runs import FAST, INSTRUCT, load_weights, run
-from training.command_line import parse_arguments
-from training.loading import prepare_model
+from training.folders.loading import prepare_model
+from training.loop.trainer import NormLlavaTrainer
+from training.modules.stages import base_model
+from training.options.command_line import parse_arguments
 from training.plan import Batch, StepPlan, main, plan_step
-from training.stages import base_model
-from training.trainer import NormLlavaTrainer
 
 
 SAMPLES = 8  # in a batch

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from script_runs import INSTRUCT, PACKED, changed_weights, read_steps, run
-from training.checkpoints import find_checkpoint, steps_done
-from training.run import Run
+from training.folders.checkpoints import find_checkpoint, steps_done
+from training.folders.run import Run
 
 
 # The recipe fields of each kind of run, besides `INSTRUCT`. `None` takes a field of `INSTRUCT` out of the recipe.
@@ -61,8 +61,8 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
 
     # A logged loss is the mean over the steps since the last log or restart, so losses are not compared.
     for step, expected in zip(read_steps(broken), read_steps(unbroken), strict=True):
-        for name in ("step", "norm/visual", "num_tokens"):
-            # A step without pictures has no "norm/visual".
+        for name in ("step", "norm/image", "num_tokens"):
+            # A step without pictures has no "norm/image".
             assert step.get(name) == expected.get(name), name
 
 

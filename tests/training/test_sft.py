@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from conversations.loading import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava.conversations.loading import load_rows
 from script_runs import (
     FAST,
     INSTRUCT,
@@ -28,7 +28,7 @@ from script_runs import (
     read_steps,
     run,
 )
-from training.run import Run, describe_environment
+from training.folders.run import Run, describe_environment
 
 
 def test_both_stages_from_the_command_line(make_model_folder: Callable[..., Path], data: Path, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_both_stages_from_the_command_line(make_model_folder: Callable[..., Path
     # In the log, "multi_modal_projector" stands for the projector without its norm.
     modules = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
     for step in steps:
-        assert step["norm/ratio"] == pytest.approx(step["norm/visual"] / step["norm/text"])
+        assert step["norm/ratio"] == pytest.approx(step["norm/image"] / step["norm/text"])
         assert step["learning_rate/vision_tower"] == pytest.approx(step["learning_rate"] / 5)  # 2e-4 = 1e-3 / 5
         squared_norms = [step[f"grad_norm/{module}"] ** 2 for module in modules]
         assert sum(squared_norms) == pytest.approx(step["grad_norm"] ** 2, rel=2e-4)
@@ -191,7 +191,7 @@ def test_packed_and_padded_rows_train_alike_with_the_loss_that_transformers_comp
     packed_steps = read_steps(tmp_path / "packed")
     assert len(packed_steps) == 3  # one in each epoch
     for step, expected in zip(packed_steps, padded_steps, strict=True):
-        for name in ("loss", "norm/visual", "norm/text", "grad_norm", "grad_norm/multi_modal_projector", "num_tokens"):
+        for name in ("loss", "norm/image", "norm/text", "grad_norm", "grad_norm/multi_modal_projector", "num_tokens"):
             assert step[name] == pytest.approx(expected[name], rel=1e-4), name
 
     # The first loss is the model's loss on all rows in one batch. `collate` uses the chat template, as only stage
@@ -214,7 +214,7 @@ def test_the_record_has_the_commit_of_this_code(tmp_path: Path, monkeypatch: pyt
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "of another project"], check=True)
-    monkeypatch.setattr("training.run.__file__", str(installed / "run.py"))
+    monkeypatch.setattr("training.folders.run.__file__", str(installed / "run.py"))
     environment = describe_environment("cpu", num_processes=1, resumed=False)
     assert environment.commit is None
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.arguments import RunArguments, TrainingConfig
-from training.loading import load_base, prepare_model
-from training.stages import LearningRates, Stage, describe_stage, prepare_stage
+from training.folders.loading import load_base, prepare_model
+from training.modules.stages import LearningRates, Stage, describe_stage, prepare_stage
+from training.options.arguments import RunArguments, TrainingConfig
 
 
 def load_for_run(folder: Path, output_dir: Path, **fields: Any) -> NormLlavaForConditionalGeneration:

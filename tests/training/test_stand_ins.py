@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.adapters import quantization_config
+from training.modules.adapters import quantization_config
+from training.modules.stand_ins import EightBitAdam, FourBitLinear, pack_layers
 from training.plan import num_bytes
-from training.stand_ins import EightBitAdam, FourBitLinear, pack_layers
 
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -19,10 +19,10 @@ import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
 
-from conversations.loading import load_rows
-from conversations.rows import BadRowError, Row, row_turns
-from training import streams
-from training.streams import StreamBatches
+from normllava.conversations.loading import load_rows
+from normllava.conversations.rows import BadRowError, Row, row_turns
+from training.rows import streams
+from training.rows.streams import StreamBatches
 
 
 Turns = list[dict[str, str]]

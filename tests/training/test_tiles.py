@@ -11,15 +11,15 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from common.errors import UserError
-from conversations.loading import load_rows
-from conversations.measured import RowCheck, tokenize_rows
-from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava.conversations.loading import load_rows
+from normllava.conversations.measured import RowCheck, tokenize_rows
+from normllava.conversations.tokens import RowTokenizer
+from normllava.errors import UserError
 from script_runs import INSTRUCT, PACKED, changed_weights, run
-from training.align import align
-from training.collator import VisionLanguageCollator
 from training.compose import compose, describe_model, main
+from training.composing.align import align
+from training.rows.collator import VisionLanguageCollator
 
 
 TILE = 28  # pixels of a side; a tile has four image tokens

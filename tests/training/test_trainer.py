@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from training.trainer import NormLlavaTrainer
+from training.loop.trainer import NormLlavaTrainer
 
 
 DEVICE = torch.device("meta")  # a device other than the CPU that every machine has

@@ -23,9 +23,8 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
-from common.errors import UserError
 from examples.emoji.parts import RUN
 from examples.emoji.study.analysis import report
 from examples.emoji.study.cells import (
@@ -45,7 +44,8 @@ from examples.emoji.study.cells import (
 from examples.emoji.study.records import RECORDS, append_line, read_log
 from examples.emoji.study.run import claim_folder, this_machine
 from examples.steps import ROOT
-from training.run import current_commit
+from normllava.errors import UserError
+from training.folders.run import current_commit
 
 
 logger = logging.getLogger(__name__)

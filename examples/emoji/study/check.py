@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.console import command, parse
+from normllava.command_line import command, parse
 
 import pandas as pd
 import torch

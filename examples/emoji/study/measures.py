@@ -10,8 +10,13 @@ from torch import nn
 from tqdm import tqdm
 from transformers import LlavaProcessor
 
-from conversations.pictures import fingerprint
-from diagnostics.answers import (
+from examples.emoji.evaluate import NAMING_BATCH, open_picture, perplexity
+from examples.emoji.parts import RUN
+from examples.emoji.pictures import ASK_NAME, Record
+from examples.emoji.study.scores import PRIMARY, SECONDARY, is_right
+from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava.conversations.pictures import fingerprint
+from normllava.diagnostics.answers import (
     PromptState,
     ScoredAnswer,
     best_answers,
@@ -20,17 +25,12 @@ from diagnostics.answers import (
     read_prompt,
     score_answers,
 )
-from diagnostics.loading import Question
-from diagnostics.measures import measure_attention, measure_layers
-from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
-from diagnostics.parts import find_decoder
-from diagnostics.recording import record_questions
-from examples.emoji.evaluate import NAMING_BATCH, open_picture, perplexity
-from examples.emoji.parts import RUN
-from examples.emoji.pictures import ASK_NAME, Record
-from examples.emoji.study.scores import PRIMARY, SECONDARY, is_right
-from modeling_normllava import NormLlavaForConditionalGeneration
-from training.align import embed_captions
+from normllava.diagnostics.loading import Question
+from normllava.diagnostics.measures import measure_attention, measure_layers
+from normllava.diagnostics.recording import record_questions
+from normllava.norms import text_norm_target, token_norms, vocabulary_norms
+from normllava.parts import find_decoder
+from training.composing.align import embed_captions
 
 
 MAX_GRAD_NORM = 1.0  # the recipe's; above this norm, the trainer clips the gradient of a module
@@ -85,8 +85,8 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
     names = all_names()
     tokens = image_tokens(model, processor, drawings)
 
-    # As in training/align.py, the vocabulary's mean embedding is subtracted before directions are compared. This mean
-    # is in units of the embeddings' mean norm, so image tokens are scaled to norm 1 first.
+    # As in training/composing/align.py, the vocabulary's mean embedding is subtracted before directions are compared.
+    # This mean is in units of the embeddings' mean norm, so image tokens are scaled to norm 1 first.
     name_directions, mean_embedding = embed_captions(model, processor, names)
     centered_tokens = nn.functional.normalize(tokens, dim=-1) - mean_embedding
     drawing_directions = nn.functional.normalize(centered_tokens.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
 from examples.emoji.study.cells import (
     FAST_SEEDS,
     FEWEST_SEEDS,
@@ -17,6 +16,7 @@ from examples.emoji.study.cells import (
     runs_that_count,
     whole_seeds,
 )
+from normllava.errors import UserError
 
 
 # The records that are kept with the code. A run can't write to this file: it may change no tracked file.

@@ -25,8 +25,8 @@ from examples.emoji.study.starts import make_arm_model, read_norm_ratio, write_r
 from examples.emoji.study.train import NOT_FINITE
 from examples.steps import ROOT
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.arguments import is_cpu_fast_at_bf16
-from training.run import current_commit
+from training.folders.run import current_commit
+from training.options.arguments import is_cpu_fast_at_bf16
 
 
 RECIPE = "training/recipes/SmolLM2-135M-Instruct/stage2.yaml"

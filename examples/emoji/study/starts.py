@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, LlavaProcessor
 
-from conversations.loading import load_rows
-from diagnostics.norms import text_norm_target, vocabulary_norms
 from examples.emoji.parts import RUN
 from examples.emoji.study.cells import Arm
 from modeling_normllava import GlobalWeightCompensatedLayerNorm, NormLlavaForConditionalGeneration
-from training.align import align
+from normllava.conversations.loading import load_rows
+from normllava.norms import text_norm_target, vocabulary_norms
 from training.compose import compose, interface_norms
+from training.composing.align import align
 
 
 # The study tests on the drawings of three artists: Twemoji, OpenMoji and EmojiOne. The example has already left

@@ -8,12 +8,12 @@ By the status the study tells a bad result, which counts, from a crash, which is
 import logging
 import sys
 
-from common.console import command
+from normllava.command_line import command
 
 import torch
 
 from training import sft
-from training.finite import NotFiniteError
+from training.loop.finite import NotFiniteError
 
 
 logger = logging.getLogger(__name__)

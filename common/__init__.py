@@ -1,1 +1,0 @@
-"""What every package uses: the error for a user, how commands run, files, and records."""

@@ -1,0 +1,306 @@
+"""Judges a report's numbers: what is clear, and what the owner of the model can do.
+
+A difference is clear if its whole 95% interval lies on one side of 0. The templates print these judgements.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from normllava.diagnostics.scaling import DOSES, OWN_PICTURE, UNCHANGED_DOSE
+from normllava.diagnostics.table import Estimate, Summary
+
+
+# A sweep multiplies the norm of image tokens by several doses. The box at the top of the report shows the answers at
+# these two doses: about a third of the norm, and three times the norm.
+SMALLER = 0.3
+LARGER = 3.0
+# At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters. RMSNorm then gives a token
+# less than the usual norm.
+SMALLEST = min(DOSES)
+# The report mentions the eps if RMSNorm gives a token less than this share of the usual norm.
+KEPT_BY_EPS = 0.9
+
+
+class Turning(StrEnum):
+    """How fast layers turn image tokens, compared with text tokens."""
+
+    SLOWER = "more slowly"
+    FASTER = "faster"
+    UNCLEAR = "no clear difference"
+
+
+class Score(StrEnum):
+    """What the answers of a sweep are judged by. The values are the measures' names in `sweep.csv`."""
+
+    RIGHT_ANSWERS = "named"
+    LOSS = "loss"
+    CHANGED_ANSWERS = "changed"  # a change may be for better or worse, so nothing is judged
+
+
+class Change(StrEnum):
+    """What another norm of the image tokens does to the score."""
+
+    BETTER = "clearly better"
+    WORSE = "clearly worse"
+    UNCLEAR = "no clear change"
+    NONE = "no change"  # each picture's score stays the same
+
+
+class Advice(StrEnum):
+    """What to do with this model."""
+
+    TRY_ANOTHER_NORM = "train the model at its best norm, and compare"
+    LEAVE = "leave the norm as it is"
+    LEAVE_OR_ASK_MORE = "leave the norm as it is, or ask about more pictures"
+    GIVE_ANSWERS = "give rows with answers"
+
+
+class Place(StrEnum):
+    """How the norm of image tokens compares with the norms of what attention and the MLP of layer 1 add to them."""
+
+    BELOW_ATTENTION = "below what attention adds, so they are mixed mostly from that"
+    ABOVE_BOTH = "above what both add, so layer 1 leaves them mostly as they came"
+    BETWEEN = "between the two, so the first MLP overwrites most of what entered"
+    NEAR_ONE = "about as large as one of the two"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of one model's sweep.
+
+    Attributes:
+        advice: What to do.
+        score: What the answers are judged by.
+        scores: The score at each dose, dose 1 too, in ascending order of the doses.
+        changes: What each dose does to the score, without dose 1; empty if the score can't be judged.
+        best: The clearly better dose with the best score; `None` if no dose is clearly better.
+        num_pictures: Number of pictures that were asked about.
+        num_scored: Number of pictures that have a score. If the score is right answers, these are the pictures whose
+            question has several answers in the data, from which the model can choose.
+        image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
+        attention_norm: Norm of what layer 1's attention adds to image tokens, over the norm of text tokens; `None` if
+            this can't be told apart from what the MLP adds.
+        mlp_norm: Norm of what layer 1's MLP adds to image tokens, over the norm of text tokens; `None` if
+            `attention_norm` is `None`.
+        place: How `image_norm` compares with `attention_norm` and `mlp_norm`; `None` if these are `None`.
+        kept_by_eps: Norm that layer 1's RMSNorm gives image tokens at `SMALLEST`, as a share of the usual norm; `None`
+            if the share is at least `KEPT_BY_EPS`.
+    """
+
+    advice: Advice
+    score: Score
+    scores: dict[float, Estimate]
+    changes: dict[float, Change]
+    best: float | None
+    num_pictures: int
+    num_scored: int
+    image_norm: Estimate
+    attention_norm: Estimate | None
+    mlp_norm: Estimate | None
+    place: Place | None
+    kept_by_eps: float | None
+
+
+def judge_sweep(summaries: Mapping[tuple[float, str], Summary]) -> Verdict:
+    """The verdict on a model.
+
+    Args:
+        summaries: Summaries of the model's sweep by dose and control.
+    """
+    summary_by_dose = summaries_about_own_picture(summaries)
+    summary_as_it_is = summary_by_dose[UNCHANGED_DOSE]
+
+    score = choose_score(summary_by_dose)
+    scores = estimate_scores(summary_by_dose, score)
+    changes = judge_changes(summary_by_dose, score)
+
+    image_norm = get_estimate(summary_as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
+    attention_norm = summary_as_it_is.look("attention_update")
+    mlp_norm = summary_as_it_is.look("mlp_update")
+    return Verdict(
+        advice=choose_advice(changes),
+        score=score,
+        scores=scores,
+        changes=changes,
+        best=find_best(scores, changes, score),
+        num_pictures=count_pictures(summary_as_it_is, "kl"),  # every picture has a value of `kl`
+        num_scored=count_pictures(summary_as_it_is, score),
+        image_norm=image_norm,
+        attention_norm=attention_norm,
+        mlp_norm=mlp_norm,
+        place=place_norm(image_norm, attention_norm, mlp_norm),
+        kept_by_eps=share_kept_by_eps(image_norm.mean, get_estimate(summary_as_it_is, "eps").mean),
+    )
+
+
+def summaries_about_own_picture(summaries: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
+    """The summaries of answers about a question's own picture, by dose in ascending order. Only these are judged."""
+    summary_by_dose = {}
+    for dose, control in sorted(summaries):
+        if control == OWN_PICTURE:
+            summary_by_dose[dose] = summaries[dose, control]
+    return summary_by_dose
+
+
+def choose_score(summary_by_dose: Mapping[float, Summary]) -> Score:
+    """What answers are judged by: right answers if the model had a choice, else the right answer's loss.
+
+    Either needs an interval, and so at least two pictures. Otherwise only the share of changed answers is shown.
+    """
+    for score in (Score.RIGHT_ANSWERS, Score.LOSS):
+        estimate = summary_by_dose[UNCHANGED_DOSE].look(score)
+        if estimate is not None and math.isfinite(estimate.low):  # there is an interval
+            return score
+    return Score.CHANGED_ANSWERS
+
+
+def estimate_scores(summary_by_dose: Mapping[float, Summary], score: Score) -> dict[float, Estimate]:
+    """The score at each dose."""
+    scores = {}
+    for dose, summary in summary_by_dose.items():
+        estimate = get_estimate(summary, score)
+        if score is not Score.LOSS:  # the other scores are shares
+            estimate = clip_share(estimate)
+        scores[dose] = estimate
+    return scores
+
+
+def judge_changes(summary_by_dose: Mapping[float, Summary], score: Score) -> dict[float, Change]:
+    """What each dose does to the score, without dose 1, which leaves the model as it is."""
+    if score is Score.CHANGED_ANSWERS:
+        return {}
+
+    changes = {}
+    for dose, summary in summary_by_dose.items():
+        if dose != UNCHANGED_DOSE:
+            difference = get_estimate(summary, f"{score}_change")
+            changes[dose] = judge_change(difference, smaller_is_better=score is Score.LOSS)
+    return changes
+
+
+def judge_change(difference: Estimate, smaller_is_better: bool) -> Change:
+    """The judgement of a difference from the model as it is."""
+    if difference.low == 0 and difference.high == 0:
+        return Change.NONE
+    if difference.low > 0:
+        return Change.WORSE if smaller_is_better else Change.BETTER
+    if difference.high < 0:
+        return Change.BETTER if smaller_is_better else Change.WORSE
+    return Change.UNCLEAR
+
+
+def choose_advice(changes: Mapping[float, Change]) -> Advice:
+    """What to do, from what each dose does to the score.
+
+    A dose that is clearly better is worth a try even if others are worse. If no dose is clearly better or worse, more
+    pictures may show a difference.
+    """
+    if not changes:  # nothing can be judged, because the data has too few answers
+        return Advice.GIVE_ANSWERS
+    if Change.BETTER in changes.values():
+        return Advice.TRY_ANOTHER_NORM
+    if Change.WORSE in changes.values():
+        return Advice.LEAVE
+    return Advice.LEAVE_OR_ASK_MORE
+
+
+def find_best(scores: Mapping[float, Estimate], changes: Mapping[float, Change], score: Score) -> float | None:
+    """The clearly better dose with the best score; `None` if no dose is clearly better."""
+    better = [dose for dose, change in changes.items() if change is Change.BETTER]
+    if not better:
+        return None
+
+    choose = min if score is Score.LOSS else max
+    return choose(better, key=lambda dose: scores[dose].mean)
+
+
+def judge_turning(gaps: Mapping[str, Estimate | None]) -> dict[Turning, list[str]]:
+    """The names of the groups of layers by how fast they turn image tokens, with `Turning.UNCLEAR` last.
+
+    The result is empty if a group has no interval, because then nothing can be judged.
+
+    Args:
+        gaps: By the group's name, cosine of image tokens minus cosine of text tokens, each between a layer's input and
+            output; `None` if the gap was not measured.
+    """
+    groups: dict[Turning, list[str]] = {}
+    for name, gap in gaps.items():
+        if gap is None or math.isnan(gap.low):
+            return {}
+        groups.setdefault(compare_turning(gap), []).append(name)
+
+    if Turning.UNCLEAR in groups:
+        groups[Turning.UNCLEAR] = groups.pop(Turning.UNCLEAR)  # moves to the end
+    return groups
+
+
+def compare_turning(gap: Estimate) -> Turning:
+    """How fast image tokens turn. A larger cosine of a layer's input and output means slower turning."""
+    if gap.low > 0:
+        return Turning.SLOWER
+    if gap.high < 0:
+        return Turning.FASTER
+    return Turning.UNCLEAR
+
+
+def get_estimate(summary: Summary, measure: str) -> Estimate:
+    """The estimate of a measure that every sweep has, and so never `None`."""
+    estimate = summary.look(measure)
+    assert estimate is not None, measure
+    return estimate
+
+
+def count_pictures(summary: Summary, measure: str) -> int:
+    """Number of pictures that have a value of a measure."""
+    counts = summary.frame.loc[summary.frame["measure"] == measure, "n"]
+    return 0 if counts.empty else int(counts.max())
+
+
+def clip_share(estimate: Estimate) -> Estimate:
+    """The estimate of a share, with its interval cut off at 0 and at 1."""
+    return Estimate(estimate.mean, low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
+
+
+def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None) -> Place | None:
+    """How the norm of image tokens compares with the norms of what attention and the MLP add to them.
+
+    Two norms count as different if their intervals don't overlap.
+
+    Args:
+        image: Norm of image tokens.
+        attention: Norm of what attention adds; `None` if it is not known.
+        mlp: Norm of what the MLP adds; `None` if it is not known.
+
+    Returns:
+        The place; `None` if one of the norms is not known.
+    """
+    if attention is None or mlp is None:
+        return None
+
+    if image.high < attention.low:
+        return Place.BELOW_ATTENTION
+    if image.low > attention.high and image.low > mlp.high:
+        return Place.ABOVE_BOTH
+    if image.low > attention.high and image.high < mlp.low:
+        return Place.BETWEEN
+    return Place.NEAR_ONE
+
+
+def share_kept_by_eps(image_norm: float, eps_norm: float) -> float | None:
+    """The norm that layer 1's RMSNorm gives a token at the smallest dose, as a share of the usual norm.
+
+    RMSNorm divides a token by √(mean square + eps). So a token of norm n comes out with n / √(n² + e²) of the usual
+    norm, where e is the norm of a token whose mean square is eps.
+
+    Args:
+        image_norm: Norm of the token as it is, before it is multiplied by the dose.
+        eps_norm: The norm e.
+
+    Returns:
+        The share; `None` if it is at least `KEPT_BY_EPS`.
+    """
+    norm_at_smallest = SMALLEST * image_norm
+    kept = norm_at_smallest / (norm_at_smallest**2 + eps_norm**2) ** 0.5
+    return kept if kept < KEPT_BY_EPS else None

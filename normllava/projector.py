@@ -1,0 +1,323 @@
+"""Scales a model's projector once, so that image embeddings enter the decoder with the norm of text embeddings.
+
+This is the arm "scaled once" of the studies in docs/. "The Unseen Bias" (arXiv 2512.08374) puts a LayerNorm after the
+projector instead, see [`~normllava.llava.add_norm`].
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from normllava.errors import UserError
+from normllava.inputs import eval_mode, load_processor, noise_pictures, prepare_picture
+from normllava.norms import input_scale, text_norm_target, token_norms, vocabulary_norms
+from normllava.parts import find_decoder
+from normllava.tokens import Inputs, Tokens, classify_sample, exclude_newlines, token_ids
+
+
+# How far image embeddings may be from the scaled ones, relative to their norm. The weights' rounding comes on top.
+TOLERANCE = 1e-3
+# A part of the names of parameters of which PEFT keeps an original and copies.
+PEFT_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
+
+
+@dataclass(frozen=True)
+class ScaledProjector:
+    """What [`scale_projector`] did. A ratio is the mean norm of image embeddings, over that of text embeddings.
+
+    Attributes:
+        parameters: The names of the parameters that were multiplied.
+        factor: The number that they were multiplied by.
+        ratio_before: The ratio before, on the pictures that were measured.
+        ratio_after: The ratio after, on the same pictures.
+        num_pictures: The number of pictures that were given; 0 if noise was measured.
+        ratio_on_noise: The ratio before, on pictures of noise.
+        has_deep_features: Whether features of pictures also enter later layers, which stay as they were.
+    """
+
+    parameters: list[str]
+    factor: float
+    ratio_before: float
+    ratio_after: float
+    num_pictures: int
+    ratio_on_noise: float
+    has_deep_features: bool
+
+    def __str__(self) -> str:
+        measured = "pictures of noise"
+        if self.num_pictures:
+            measured = f"your {self.num_pictures} pictures ({self.ratio_on_noise:.3g} on noise)"
+        lines = [
+            f"Image embeddings had {self.ratio_before:.3g} times the norm of text on {measured}, and have "
+            f"{self.ratio_after:.3g} times now.",
+            f"Multiplied by {self.factor:.4g}: {', '.join(self.parameters)}",
+        ]
+        if self.has_deep_features:
+            lines.append("The features of pictures that enter later layers (deepstack) are as they were.")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Embeddings:
+    """What enters the decoder's first layer for one picture: the sequence, and which positions are what."""
+
+    states: torch.Tensor  # [sequence_length, hidden_size], float32
+    tokens: Tokens
+    input_ids: torch.Tensor  # [sequence_length]
+
+    @property
+    def image(self) -> torch.Tensor:
+        """The image embeddings, `(num_image_tokens, hidden_size)`."""
+        return self.states[self.tokens.visual]
+
+
+class _FirstLayerReached(Exception):
+    """Ends a forward pass where the decoder begins, since nothing after it is measured."""
+
+
+@torch.no_grad()
+def scale_projector(
+    model: PreTrainedModel,
+    processor: Any = None,
+    pictures: Sequence[Image.Image] | None = None,
+    target_ratio: float = 1.0,
+) -> ScaledProjector:
+    """Multiply a projector's last weights, in place, so that image embeddings have the norm of text embeddings.
+
+    The projector is found by running the model: of all modules with parameters outside the decoder, the one that
+    finishes last before the decoder's first layer is scaled. Then the embeddings are measured again, and each must be
+    multiplied by the factor. The saved model is loaded by its own class, without this package.
+
+    Args:
+        model: A vision-language model, or the `PeftModel` around it.
+        processor: The model's processor, or its image processor; by default the one that the model was published with.
+        pictures: Pictures to measure on, such as some of your training data; by default eight of noise.
+        target_ratio: The mean norm that image embeddings get, as a multiple of the vocabulary's mean norm.
+
+    Raises:
+        UserError: if the projector can't be scaled: its weights are quantized, sharded or without data, a norm without
+            a gain follows it, or the embeddings aren't multiplied by the factor. The weights are then as they were.
+    """
+    if not target_ratio > 0:
+        raise UserError(f"target_ratio {target_ratio}: it is a number above 0.")
+    if hasattr(model, "get_base_model"):  # PEFT's
+        model = model.get_base_model()
+    if processor is None:
+        processor = load_processor(model)
+    noise = noise_pictures(model)
+    samples = [prepare_picture(model, processor, picture) for picture in pictures or noise]
+
+    with eval_mode(model):
+        vocabulary = vocabulary_norms(model)
+        before = measure_embeddings(model, samples)
+        ratio_before = norm_ratio(model, before, vocabulary)
+        ratio_on_noise = ratio_before
+        if pictures:
+            samples_of_noise = [prepare_picture(model, processor, picture) for picture in noise]
+            ratio_on_noise = norm_ratio(model, measure_embeddings(model, samples_of_noise), vocabulary)
+
+        factor = target_ratio / ratio_before
+        parameters = multiply_last_module(model, samples, before, factor, ratio_before)
+        after = measure_embeddings(model, samples)
+
+    return ScaledProjector(
+        parameters=parameters,
+        factor=factor,
+        ratio_before=ratio_before,
+        ratio_after=norm_ratio(model, after, vocabulary),
+        num_pictures=len(pictures or ()),
+        ratio_on_noise=ratio_on_noise,
+        has_deep_features="deepstack" in str(model.config.to_dict()),
+    )
+
+
+def measure_embeddings(model: PreTrainedModel, samples: Sequence[Inputs]) -> list[_Embeddings]:
+    """What enters the decoder's first layer for each sample."""
+    ids = token_ids(model)
+    measured = []
+    for inputs in samples:
+        states: list[torch.Tensor] = []
+
+        def keep_input(module: nn.Module, args: Any, kwargs: Inputs, states: list[torch.Tensor] = states) -> None:
+            states.append(args[0] if args else kwargs["hidden_states"])
+            raise _FirstLayerReached
+
+        with find_decoder(model).layers[0].register_forward_pre_hook(keep_input, with_kwargs=True):
+            run_to_first_layer(model, inputs)
+        tokens = classify_sample(inputs, ids)
+        measured.append(_Embeddings(states[0][0].float().cpu(), tokens, inputs["input_ids"][0].cpu()))
+    return measured
+
+
+def run_to_first_layer(model: PreTrainedModel, inputs: Inputs) -> None:
+    """Run a forward pass that a hook may end at the decoder's first layer."""
+    with suppress(_FirstLayerReached):
+        model(**inputs)
+
+
+def norm_ratio(model: PreTrainedModel, embeddings: Sequence[_Embeddings], vocabulary: torch.Tensor) -> float:
+    """The mean norm of image embeddings over the mean norm of the vocabulary's embeddings, at the decoder's input.
+
+    Newline features, which some models put among a picture's features, are left out.
+
+    Args:
+        model: The model.
+        embeddings: What enters the decoder's first layer for each picture.
+        vocabulary: Norms of all text embeddings, `(num_embeddings,)`.
+    """
+    image_norms = []
+    text_norms = []
+    embedded_norms = []
+    for measured in embeddings:
+        norms = token_norms(measured.states)  # [sequence_length]
+        is_image = exclude_newlines(model, measured.states, measured.tokens).visual
+        image_norms.append(norms[is_image])
+        text_norms.append(norms[measured.tokens.text])
+        embedded_norms.append(vocabulary[measured.input_ids[measured.tokens.text]])
+
+    # Some decoders multiply their whole input, so text embeddings are measured with the same factor.
+    scale = input_scale(torch.cat(text_norms), torch.cat(embedded_norms))
+    return torch.cat(image_norms).double().mean().item() / text_norm_target(scale * vocabulary)
+
+
+def multiply_last_module(
+    model: PreTrainedModel, samples: Sequence[Inputs], before: Sequence[_Embeddings], factor: float, ratio: float
+) -> list[str]:
+    """Multiply the parameters of the last module before the decoder, and check that all image embeddings follow.
+
+    Where other features are put among those of the last module, such as the newline features of LLaVA-NeXT, they are
+    bare parameters of a module around the decoder. These are multiplied too if the last module's alone don't do.
+
+    Args:
+        model: The model.
+        samples: The model's inputs for each picture.
+        before: What enters the decoder's first layer for each of them.
+        factor: The number to multiply by.
+        ratio: The ratio of norms before, for an error.
+
+    Returns:
+        The names of the parameters that were multiplied.
+
+    Raises:
+        UserError: if the parameters can't be multiplied, or the embeddings don't follow. The parameters are then as
+            they were, to the bit.
+    """
+    parameters = dict(model.named_parameters())
+    last = names_in_last_module(model, samples[0])
+    around = names_around_decoder(model)
+    for chosen in (last, last + around):
+        require_plain_weights({name: parameters[name] for name in chosen})
+        saved = {name: parameters[name].clone() for name in chosen}
+        for name in chosen:
+            parameters[name].mul_(factor)
+        after = measure_embeddings(model, samples)
+        if are_multiplied(before, after, factor, model.dtype):
+            return chosen + multiply_copies(parameters, chosen, factor)
+
+        for name in chosen:
+            parameters[name].copy_(saved[name])
+        if are_multiplied(before, after, 1.0, model.dtype):
+            raise UserError(
+                f"{', '.join(last)}: a norm without a gain follows. So image embeddings have {ratio:.3g} times the "
+                "norm of text by construction, and no weight before that norm changes it."
+            )
+    raise UserError(
+        f"Multiplying {', '.join(last)} by {factor:.4g}, alone or with {', '.join(around) or 'nothing'} more, didn't "
+        "multiply each image embedding. The weights are as they were: scale them by hand, in the model's own code."
+    )
+
+
+def names_in_last_module(model: PreTrainedModel, inputs: Inputs) -> list[str]:
+    """The names of the parameters of the module that finishes last before the decoder's first layer.
+
+    Modules inside the decoder don't count, nor do the text embeddings. A module's own parameters count, and not those
+    of the modules inside of it.
+    """
+    inside = set(find_decoder(model).modules()) | {model.get_input_embeddings()}
+    finished: list[str] = []  # names of modules
+
+    def stop(module: nn.Module, args: Any, kwargs: Inputs) -> None:
+        raise _FirstLayerReached
+
+    with ExitStack() as hooks:
+        hooks.enter_context(find_decoder(model).layers[0].register_forward_pre_hook(stop, with_kwargs=True))
+        for name, module in model.named_modules():
+            has_own_parameters = any(True for _ in module.parameters(recurse=False))
+            if has_own_parameters and module not in inside:
+                note = partial(_note_finished, finished, name)
+                hooks.enter_context(module.register_forward_hook(note))
+        run_to_first_layer(model, inputs)
+
+    if not finished:
+        raise UserError("No module with weights runs before the decoder, so there is nothing to scale.")
+    module = model.get_submodule(finished[-1])
+    return [f"{finished[-1]}.{name}" for name, _ in module.named_parameters(recurse=False)]
+
+
+def _note_finished(finished: list[str], name: str, module: nn.Module, args: Any, output: Any) -> None:
+    finished.append(name)
+
+
+def names_around_decoder(model: PreTrainedModel) -> list[str]:
+    """The names of the bare parameters of modules around the decoder, if they have its width."""
+    decoder = find_decoder(model)
+    width = model.get_input_embeddings().weight.shape[-1]
+    names = []
+    for module_name, module in model.named_modules():
+        is_around = module is not decoder and decoder in set(module.modules())
+        if is_around:
+            own_parameters = module.named_parameters(prefix=module_name, recurse=False)
+            names += [name for name, parameter in own_parameters if parameter.shape[-1:] == (width,)]
+    return names
+
+
+def require_plain_weights(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that can't be multiplied here.
+
+    Raises:
+        UserError: if a parameter is quantized, sharded or without data. The message says what to do.
+    """
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise UserError(
+                f"{name} is quantized: load the model without quantization, scale it, save it, and load that folder "
+                "quantized."
+            )
+        if isinstance(parameter, DTensor) or parameter.numel() == 0:  # of FSDP2, or of DeepSpeed's ZeRO-3
+            raise UserError(f"{name} is sharded: scale the model before it is given to the trainer or to accelerate.")
+        if parameter.is_meta:
+            raise UserError(f"{name} has no data here: load the model without device_map or offloading, and scale it.")
+
+
+def are_multiplied(
+    before: Sequence[_Embeddings], after: Sequence[_Embeddings], factor: float, dtype: torch.dtype
+) -> bool:
+    """Whether each image embedding is `factor` times what it was, except for rounding in the model's dtype."""
+    tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps)
+    for old, new in zip(before, after, strict=True):
+        expected = factor * old.image
+        if ((new.image - expected).norm(dim=-1) > tolerance * expected.norm(dim=-1)).any():
+            return False
+    return True
+
+
+def multiply_copies(parameters: Mapping[str, nn.Parameter], names: Sequence[str], factor: float) -> list[str]:
+    """Multiply the other copies that PEFT keeps of parameters: the base's, and those of other adapters.
+
+    Returns:
+        The names of the copies.
+    """
+    originals = {PEFT_COPY.sub(".", name) for name in names if PEFT_COPY.search(name)}
+    copies = [name for name in parameters if PEFT_COPY.sub(".", name) in originals and name not in names]
+    for name in copies:
+        parameters[name].mul_(factor)
+    return copies

@@ -1,0 +1,77 @@
+"""Tests of finding the parts of a vision-language model in every family."""
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from families import FAMILIES, IMAGE, build
+from normllava.parts import (
+    DiagnosticsError,
+    find_decoder,
+    find_encoder,
+    find_projector,
+    find_projector_norm,
+    image_token_id,
+)
+
+
+# Families that are refused: pictures don't reach the decoder as tokens, or the default config names no image token.
+REFUSED = {
+    "blip", "blip-2", "florence2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5",
+    "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral4", "nemotron_h_omni", "pi0", "pix2struct", "pp_formulanet",
+    "t5gemma2", "udop", "vision-encoder-decoder",
+}  # fmt: skip
+# Families in which no encoder, or no projector, is found. With its default config Gemma 4 has no vision encoder.
+WITHOUT_ENCODER = {"apertus1p5", "fuyu", "gemma4", "gemma4_unified"}
+WITHOUT_PROJECTOR = {"apertus1p5", "gemma4", "gemma4_unified", "inkling_mm_model"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_parts_of_a_family_are_found(name: str) -> None:
+    model = build(name)
+    encoder = find_encoder(model)
+    projector = find_projector(model)
+    layers = find_decoder(model).layers
+    assert encoder is not None
+    assert projector is not None
+    assert len(layers) == 3
+
+    # No module of the decoder is taken for a part of the encoder or the projector.
+    decoder_modules = set(layers.modules())
+    assert decoder_modules.isdisjoint(encoder.modules())
+    assert decoder_modules.isdisjoint(projector.modules())
+
+    assert image_token_id(model) == IMAGE
+    has_norm = find_projector_norm(model) is not None
+    assert has_norm == name.startswith("normllava")  # only NormLlava has a norm module at the projector's end
+
+
+def check_image_tokens(model: PreTrainedModel) -> None:
+    """Raise `DiagnosticsError` for a model without image tokens. Which function raises it depends on the family."""
+    image_token_id(model)
+    find_decoder(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+def test_every_family_of_transformers_has_its_parts_or_is_refused_in_one_line(name: str) -> None:
+    """The model is made from the family's default config, on the meta device, where weights need no memory."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name]())
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0]
+        pytest.skip(f"no model can be made from the default config: {first_line}")
+
+    if name in REFUSED:
+        with pytest.raises(DiagnosticsError, match=rf"\A{type(model).__name__} has no image tokens: .*\Z"):
+            check_image_tokens(model)
+        return
+
+    decoder = find_decoder(model)
+    assert isinstance(image_token_id(model), int)
+    assert len(decoder.layers) == decoder.config.num_hidden_layers
+    assert (find_encoder(model) is None) == (name in WITHOUT_ENCODER)
+    assert (find_projector(model) is None) == (name in WITHOUT_PROJECTOR)

@@ -1,0 +1,1 @@
+"""Parts of a new model, and how they are joined."""

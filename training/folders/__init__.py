@@ -1,0 +1,1 @@
+"""The folders of a run: its record, its checkpoints, and the model that it starts from."""

@@ -1,0 +1,1 @@
+"""What of the model a stage trains, and how these modules compute."""

@@ -17,7 +17,6 @@ from normllava.errors import UserError
 # Loggers of libraries whose warnings and notes no user of a command needs.
 SILENCED_LOGGERS = (
     "accelerate.accelerator",  # warns that rows are repeated to fill the last batch, which our batches don't do
-    "bitsandbytes",  # warns of kernels that a CPU lacks
     "fontTools",  # reports each table of a font
     "httpx",  # reports each request
     "httpx2",  # reports each request

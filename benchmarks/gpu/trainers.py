@@ -22,7 +22,7 @@ from benchmarks.gpu.results import Arm, Figures
 from benchmarks.trl_rows import trl_dataset
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training import sft
-from training.adapters import quantization_config
+from training.modules.adapters import quantization_config
 from training.options.arguments import RunArguments, TrainingConfig
 
 

@@ -19,6 +19,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DIAGNOSE = EXAMPLES / "diagnose.ipynb"
 COMPOSE_AND_TRAIN = EXAMPLES / "compose_and_train.ipynb"
+OWN_TRAINER = EXAMPLES / "own_trainer.ipynb"
 
 
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -66,6 +67,17 @@ def test_diagnose_measures_models(
     assert "Image embeddings enter with" in outputs
     assert outputs.count("image/png") == 2  # the figures "overview" and "layers"
     assert (tmp_path / "report" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_own_trainer_scales_watches_and_adds_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = nbformat.read(OWN_TRAINER, as_version=4)
+    set_parameters(notebook, STEPS=4, LEARNING_RATE=1e-3)
+    outputs = execute(notebook, tmp_path, monkeypatch)
+    assert "and have 1 times now" in outputs
+    assert "'norm/ratio': " in outputs
+    assert outputs.count("image/png") == 1
+    assert "NormLlavaForConditionalGeneration GlobalWeightCompensatedLayerNorm" in outputs
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch:
             folder_or_id(name)
 
 
-# Imports a module, and prints whether bitsandbytes' warnings are silenced when Python first looks for bitsandbytes.
+# Imports a module, and prints whether bitsandbytes' warning is silenced when Python first looks for bitsandbytes.
 IMPORTING_PROGRAM = """
 import importlib
 import logging
@@ -103,7 +103,7 @@ class Watcher:
     def find_spec(self, name, path=None, target=None):
         if name == "bitsandbytes":
             sys.meta_path.remove(self)
-            print(logging.getLogger("bitsandbytes").level >= logging.ERROR)
+            print(logging.getLogger("bitsandbytes.backends.cpu.ops").level >= logging.ERROR)
 
 sys.meta_path.insert(0, Watcher())
 importlib.import_module(sys.argv[1])

@@ -12,9 +12,10 @@ import torch
 
 from families import build, inputs, record_sample
 from normllava.diagnostics.divergence import SetPairs
-from normllava.diagnostics.keys import BANDWIDTHS, kernel_matrix, linear_probe, measure_space, unbiased_mmd
+from normllava.diagnostics.keys import kernel_matrix, linear_probe, measure_space, unbiased_mmd
 from normllava.diagnostics.probe import Record
 from normllava.diagnostics.table import Estimate, summarize_rows
+from normllava.kernels import BANDWIDTHS
 
 
 # Number of tokens of each modality in the records below. Each record is of another picture.

@@ -46,5 +46,6 @@ def add_norm(
     with_norm = NormLlavaForConditionalGeneration(config, parts.vision_tower, parts.language_model, model.lm_head)
     with_norm.model.multi_modal_projector.linear_1 = parts.multi_modal_projector.linear_1
     with_norm.model.multi_modal_projector.linear_2 = parts.multi_modal_projector.linear_2
+    with_norm.model.multi_modal_projector.to(model.device)
     with_norm.generation_config = model.generation_config
     return with_norm.train(model.training)

@@ -127,10 +127,12 @@ class NormMonitor:
         norms = token_norms(before)  # [batch_size, sequence_length]
         turnings = 1 - nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
 
-        # Masks multiply instead of selecting, which would make Python wait for the number of tokens.
+        # Other tokens count as 0. To leave them out, Python would wait for the number of tokens. Padding may be NaN.
         rows = []
         for mask in (self._tokens.visual, self._tokens.text):
-            rows.append(torch.stack([(norms * mask).sum(), (turnings * mask).sum(), mask.sum()]))
+            norm_sum = torch.where(mask, norms, 0).sum()
+            turning_sum = torch.where(mask, turnings, 0).sum()
+            rows.append(torch.stack([norm_sum, turning_sum, mask.sum()]))
         sums = torch.stack(rows)
         self._sums = sums if self._sums is None else self._sums + sums
         # Gradient checkpointing runs the layer again, which must not be added again.

@@ -26,6 +26,8 @@ from normllava.tokens import Inputs, Tokens, classify_sample, exclude_newlines, 
 
 # How far image embeddings may be from the scaled ones, relative to their norm. The weights' rounding comes on top.
 TOLERANCE = 1e-3
+# The number of modules that are tried, from the last one before the decoder.
+NUM_TRIED = 2
 # A part of the names of parameters of which PEFT keeps an original and copies.
 PEFT_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
 
@@ -94,7 +96,7 @@ def scale_projector(
     """Multiply a projector's last weights, in place, so that image embeddings have the norm of text embeddings.
 
     The projector is found by running the model: of all modules with parameters outside the decoder, the one that
-    finishes last before the decoder's first layer is scaled. Then the embeddings are measured again, and each must be
+    computes last before the decoder's first layer is scaled. Then the embeddings are measured again, and each must be
     multiplied by the factor. The saved model is loaded by its own class, without this package.
 
     Args:
@@ -125,8 +127,10 @@ def scale_projector(
             samples_of_noise = [prepare_picture(model, processor, picture) for picture in noise]
             ratio_on_noise = norm_ratio(model, measure_embeddings(model, samples_of_noise), vocabulary)
 
+        if ratio_before == 0:
+            raise UserError("All image embeddings are zero: the projector has no trained weights.")
         factor = target_ratio / ratio_before
-        parameters = multiply_last_module(model, samples, before, factor, ratio_before)
+        parameters = multiply_projector(model, samples, before, factor, ratio_before)
         after = measure_embeddings(model, samples)
 
     return ScaledProjector(
@@ -189,13 +193,14 @@ def norm_ratio(model: PreTrainedModel, embeddings: Sequence[_Embeddings], vocabu
     return torch.cat(image_norms).double().mean().item() / text_norm_target(scale * vocabulary)
 
 
-def multiply_last_module(
+def multiply_projector(
     model: PreTrainedModel, samples: Sequence[Inputs], before: Sequence[_Embeddings], factor: float, ratio: float
 ) -> list[str]:
-    """Multiply the parameters of the last module before the decoder, and check that all image embeddings follow.
+    """Multiply the last weights before the decoder that all image embeddings follow.
 
-    Where other features are put among those of the last module, such as the newline features of LLaVA-NeXT, they are
-    bare parameters of a module around the decoder. These are multiplied too if the last module's alone don't do.
+    These are the parameters of one of the modules that finish last before the decoder. Where other features are put
+    among its output, such as the newline features of LLaVA-NeXT, they are bare parameters of a module around the
+    decoder, which are multiplied too if the module's alone don't do.
 
     Args:
         model: The model.
@@ -212,35 +217,42 @@ def multiply_last_module(
             they were, to the bit.
     """
     parameters = dict(model.named_parameters())
-    last = names_in_last_module(model, samples[0])
     around = names_around_decoder(model)
-    for chosen in (last, last + around):
-        require_plain_weights({name: parameters[name] for name in chosen})
-        saved = {name: parameters[name].clone() for name in chosen}
-        for name in chosen:
-            parameters[name].mul_(factor)
-        after = measure_embeddings(model, samples)
-        if are_multiplied(before, after, factor, model.dtype):
-            return chosen + multiply_copies(parameters, chosen, factor)
+    tried: list[list[str]] = []
+    has_no_effect: list[bool] = []
+    for names in names_in_last_modules(model, samples[0]):
+        for chosen in (names, names + around) if around else (names,):
+            require_plain_weights({name: parameters[name] for name in chosen})
+            saved = {name: parameters[name].clone() for name in chosen}
+            for name in chosen:
+                parameters[name].mul_(factor)
+            after = measure_embeddings(model, samples)
+            if are_multiplied(before, after, factor, model.dtype):
+                return chosen + multiply_copies(parameters, chosen, factor)
 
-        for name in chosen:
-            parameters[name].copy_(saved[name])
-        if are_multiplied(before, after, 1.0, model.dtype):
-            raise UserError(
-                f"{', '.join(last)}: a norm without a gain follows. So image embeddings have {ratio:.3g} times the "
-                "norm of text by construction, and no weight before that norm changes it."
-            )
+            for name in chosen:
+                parameters[name].copy_(saved[name])
+            tried.append(chosen)
+            has_no_effect.append(are_multiplied(before, after, 1.0, model.dtype))
+
+    if has_no_effect[0]:
+        raise UserError(
+            f"{', '.join(tried[0])}: a norm without a gain follows. So image embeddings have {ratio:.3g} times the "
+            "norm of text by construction, and no weight before that norm changes it."
+        )
+    texts = [", ".join(names) for names in tried]
     raise UserError(
-        f"Multiplying {', '.join(last)} by {factor:.4g}, alone or with {', '.join(around) or 'nothing'} more, didn't "
-        "multiply each image embedding. The weights are as they were: scale them by hand, in the model's own code."
+        f"Image embeddings didn't follow a multiplication by {factor:.4g} of {'; nor of '.join(texts)}. The weights "
+        "are as they were: scale the embeddings by hand, in the model's own code."
     )
 
 
-def names_in_last_module(model: PreTrainedModel, inputs: Inputs) -> list[str]:
-    """The names of the parameters of the module that finishes last before the decoder's first layer.
+def names_in_last_modules(model: PreTrainedModel, inputs: Inputs) -> list[list[str]]:
+    """The names of the parameters of each of the modules that finish last before the decoder, the very last first.
 
     Modules inside the decoder don't count, nor do the text embeddings. A module's own parameters count, and not those
-    of the modules inside of it.
+    of the modules inside of it. The last to finish need not be the last to compute: a module that holds others
+    finishes after them.
     """
     inside = set(find_decoder(model).modules()) | {model.get_input_embeddings()}
     finished: list[str] = []  # names of modules
@@ -259,8 +271,11 @@ def names_in_last_module(model: PreTrainedModel, inputs: Inputs) -> list[str]:
 
     if not finished:
         raise UserError("No module with weights runs before the decoder, so there is nothing to scale.")
-    module = model.get_submodule(finished[-1])
-    return [f"{finished[-1]}.{name}" for name, _ in module.named_parameters(recurse=False)]
+    names = []
+    for module_name in finished[: -NUM_TRIED - 1 : -1]:
+        own_parameters = model.get_submodule(module_name).named_parameters(prefix=module_name, recurse=False)
+        names.append([name for name, _ in own_parameters])
+    return names
 
 
 def _note_finished(finished: list[str], name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,6 +1,7 @@
 """Packages and modules import each other in one direction, and pip installs only what they need."""
 
 import ast
+import os
 import subprocess
 import sys
 import tarfile
@@ -200,11 +201,11 @@ def test_an_extra_installs_what_its_rooms_import_and_names_nothing_else(extra: s
     assert superfluous == set()
 
 
-def build_distribution(kind: str, folder: Path) -> Path:
-    """Build the wheel or the sdist into a folder."""
+def build_distribution(kind: str, folder: Path, source: Path = ROOT) -> Path:
+    """Build the wheel or the sdist of a source into a folder."""
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
     (path,) = folder.iterdir()
     return path
 
@@ -226,3 +227,38 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(tmp_path: Path) -> None:
         names = {name.split("/", 1)[1] for name in sdist.getnames()}  # without the folder of the version
     assert tracked_files("modeling_normllava", "normllava") | {"LICENSE", "README.md", "pyproject.toml"} <= names
     assert not any(name.startswith(("training", "tests", "examples")) for name in names)
+
+
+# What a trainer of one's own imports, and where it comes from.
+IMPORTING_PROGRAM = """
+import sys
+from normllava import NormMonitor, add_norm, scale_projector
+print(sys.modules["normllava"].__file__)
+print({"pandas", "datasets", "matplotlib", "sklearn", "trl"} & sys.modules.keys())
+"""
+
+
+def test_the_wheel_works_without_a_clone_and_loads_no_extra(tmp_path: Path) -> None:
+    (tmp_path / "wheel").mkdir()
+    with zipfile.ZipFile(build_distribution("wheel", tmp_path / "wheel")) as wheel:
+        wheel.extractall(tmp_path / "site")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+
+    program = [sys.executable, "-c", IMPORTING_PROGRAM]
+    completed = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert completed.stdout.splitlines() == [str(tmp_path / "site" / "normllava" / "__init__.py"), "set()"]
+
+    command = [sys.executable, "-m", "normllava", "diagnose", "--help"]
+    completed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert "--sweep" in completed.stdout
+
+
+def test_a_wheel_built_from_the_sdist_is_the_same(tmp_path: Path) -> None:
+    for name in ("sdist", "unpacked", "wheel"):
+        (tmp_path / name).mkdir()
+    with tarfile.open(build_distribution("sdist", tmp_path / "sdist")) as sdist:
+        sdist.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    wheel = zipfile.ZipFile(build_distribution("wheel", tmp_path / "wheel", source))
+    code = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert code == tracked_files("modeling_normllava", "normllava")

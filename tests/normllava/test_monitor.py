@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback, TrainingArguments
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from typing_extensions import override
 
 from families import FAMILIES, build, inputs, record_sample
-from normllava import NormMonitor
+from normllava import NormMonitor, scale_projector
 from normllava.errors import UserError
 from normllava.monitor import describe_ratio
 
@@ -146,6 +148,51 @@ def test_a_trainer_logs_the_figures_to_its_history_and_its_trackers(
     told = [log for log in keeper.logs if "loss" in log]
     assert [log["norm/ratio"] for log in told] == [step["norm/ratio"] for step in steps]
     assert capsys.readouterr().err.count("times the norm of text embeddings") == 1
+
+
+def make_trl_rows(num_rows: int) -> tuple[Dataset, Dataset]:
+    """Rows for TRL's SFT and for its DPO."""
+    sft_rows = []
+    dpo_rows = []
+    for number in range(num_rows):
+        picture = Image.new("RGB", (30, 20), (number * 30, 80, 120))
+        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": f"number {number}"}]}
+        wrong = {"role": "assistant", "content": [{"type": "text", "text": "none"}]}
+        sft_rows.append({"images": [picture], "messages": [question, answer]})
+        dpo_rows.append({"images": [picture], "prompt": [question], "chosen": [answer], "rejected": [wrong]})
+    return Dataset.from_list(sft_rows), Dataset.from_list(dpo_rows)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_trls_trainers_log_the_figures(kind: str, make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_model_folder(projector_norm="none")
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    scale_projector(model, processor)
+    sft_rows, dpo_rows = make_trl_rows(4)
+    options: dict[str, Any] = {
+        "max_steps": 1,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "max_length": None,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+    trainer: Trainer
+    if kind == "SFT":
+        args = SFTConfig(str(tmp_path), **options)
+        trainer = SFTTrainer(model, args, train_dataset=sft_rows, processing_class=processor)
+    else:
+        dpo_args = DPOConfig(str(tmp_path), **options)
+        trainer = DPOTrainer(model, args=dpo_args, train_dataset=dpo_rows, processing_class=processor)
+    NormMonitor(model, processor).attach(trainer)
+    trainer.train()
+
+    log = trainer.state.log_history[0]
+    assert log.keys() >= FIGURES
+    assert log["norm/ratio"] == pytest.approx(1, rel=0.3)  # scaled, on pictures of noise
 
 
 def test_peft_changes_no_figure(make_model_folder: Callable[..., Path], rows: list[Any], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, BaseImageProcessor, PreTrainedModel
 
-from families import FAMILIES, Family, build, inputs, record_sample
+from families import FAMILIES, IMAGE, VISION, Family, build, inputs, make_config, record_sample, text_config
 from normllava import scale_projector
 from normllava.errors import UserError
 from normllava.norms import text_norm_target, vocabulary_norms
@@ -46,7 +46,7 @@ def image_states(model: PreTrainedModel, name: str) -> torch.Tensor:
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     with layers[0].register_forward_pre_hook(keep, with_kwargs=True), torch.no_grad():
         model(**sample)
-    is_image = sample["input_ids"][0] == 199
+    is_image = sample["input_ids"][0] == IMAGE
     return states[0][0][is_image]
 
 
@@ -68,6 +68,28 @@ def test_every_image_embedding_of_a_family_is_multiplied(name: str) -> None:
     for key, value in model.state_dict().items():
         is_changed = key in scaled.parameters and bool(value.any())  # zeros stay zeros
         assert torch.equal(value, others[key]) != is_changed, key
+
+
+def test_a_module_that_holds_others_is_passed_over_if_it_computes_nothing_at_its_end() -> None:
+    """Idefics2's resampler begins with parameters of its own, and ends with the norm inside of it."""
+    perceiver = {
+        "hidden_size": 32,
+        "resampler_n_latents": 4,
+        "resampler_depth": 2,
+        "resampler_n_heads": 2,
+        "resampler_head_dim": 16,
+        "num_key_value_heads": 1,
+    }
+    text = text_config("mistral", head_dim=8)
+    config = make_config(
+        "idefics2", vision_config=VISION, text_config=text, perceiver_config=perceiver, image_token_id=IMAGE
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    family = Family(config, lambda: {"pixel_values": torch.rand(1, 1, 3, 28, 28)}, num_image_tokens=4)
+    scaled = scale_projector(model, FamilyPictures(family))
+    assert scaled.parameters == ["model.connector.perceiver_resampler.norm.weight"]
+    assert scaled.ratio_after == pytest.approx(1, rel=1e-3)
 
 
 def test_the_ratio_is_that_of_the_diagnostics() -> None:
@@ -184,7 +206,9 @@ def test_weights_are_put_back_to_the_bit_if_the_embeddings_do_not_follow(llava: 
     model, processor = llava
     model.model.multi_modal_projector = ShiftedProjector(model.model.multi_modal_projector)
     before = weights_of(model)
-    with pytest.raises(UserError, match=r"Multiplying .*linear_2.weight, .*linear_2.bias by .* didn't multiply each"):
+    with pytest.raises(
+        UserError, match=r"didn't follow a multiplication by .* of .*linear_2.weight, .*linear_2.bias; nor of"
+    ):
         scale_projector(model, processor)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 

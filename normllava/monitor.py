@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from typing_extensions import override
 
@@ -165,7 +166,7 @@ class _LogNorms(TrainerCallback):
         state.log_history[-1].update(figures)  # a copy of the log, which the trainer made before
 
         if figures and not self._has_told and state.is_world_process_zero:
-            sys.stderr.write(describe_ratio(figures["norm/ratio"]) + "\n")
+            tqdm.write(describe_ratio(figures["norm/ratio"]), file=sys.stderr)  # on a line of its own, above bars
             self._has_told = True
 
 

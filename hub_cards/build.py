@@ -39,7 +39,7 @@ from normllava.conversations.pictures import open_images
 from normllava.conversations.rows import IMAGE_MARK, row_images, row_turns
 from normllava.diagnostics.answers import answer_prompts, make_prompt
 from normllava.errors import UserError
-from normllava.files import fingerprint, fresh_folder, weights_fingerprint
+from normllava.files import fingerprint, fresh_folder, let_others_read, weights_fingerprint
 
 
 logger = logging.getLogger(__name__)
@@ -174,6 +174,8 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
         widgets = make_widgets(partial_folder, options.widget_data)
     card = render_card(facts, licence, prose, release, widgets, line_counts)
     (partial_folder / CARD_FILE).write_text(card, encoding="utf-8")
+
+    let_others_read(partial_folder)
 
     build_space(folder.with_name(f"{folder.name}-space"))
     partial_folder.rename(folder)  # may replace an empty folder

@@ -167,6 +167,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """The arguments that the card lists for a run, by their names: the arguments that were set and had an effect."""
     names = list(LISTED_ARGUMENTS)
+    if arguments.get("max_steps", -1) > 0:  # the number of epochs has then no effect
+        names.remove("num_train_epochs")
     if arguments.get("stage") == "adapt":
         names += LORA_ARGUMENTS
     if any(arguments.get(name) for name in KEY_LOSS_ARGUMENTS):

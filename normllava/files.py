@@ -1,6 +1,7 @@
 """Writes, empties, checks and hashes files and folders."""
 
 import hashlib
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,18 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def let_others_read(folder: Path) -> None:
+    """Give the files of a folder the permissions that the user's umask gives to new files.
+
+    safetensors writes files that only their owner can read, whatever the umask.
+    """
+    umask = os.umask(0)  # the umask can be read only by setting it
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
 
 
 def fresh_folder(path: Path) -> Path:

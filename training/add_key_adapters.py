@@ -20,6 +20,7 @@ from modeling_normllava import (
     NormLlavaKeyAdapterForConditionalGeneration,
 )
 from normllava.errors import errors_named_after
+from normllava.files import let_others_read
 from training.folders.checkpoints import copy_record
 from training.folders.loading import load_config, load_processor
 
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     adapted_model.save_pretrained(options.output_dir)
     load_processor(options.model).save_pretrained(options.output_dir)
     copy_record(Path(options.model), options.output_dir)
+    let_others_read(options.output_dir)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from normllava.conversations.chat_template import chat_format, find_format, hold
 from normllava.conversations.loading import load_rows
 from normllava.conversations.tiles import cuts_tiles
 from normllava.errors import UserError, errors_named_after
+from normllava.files import let_others_read
 from normllava.hooks import InterfaceHooks
 from normllava.inputs import noise_pictures
 from normllava.llava import add_norm
@@ -567,6 +568,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logger.info("%s", describe_model(model, processor))
     model.save_pretrained(options.output_dir)
     processor.save_pretrained(options.output_dir)
+    let_others_read(options.output_dir)
     logger.info("Saved to %s", options.output_dir)
 
 

@@ -7,6 +7,7 @@ round the result to 4 bits.
 """
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ from transformers import AutoModelForImageTextToText
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.errors import UserError, errors_named_after
+from normllava.files import let_others_read
 from training.folders.checkpoints import check_weights, copy_record
 from training.folders.loading import load_config, load_processor
 from training.folders.run import check_start_weights, start_weights
+
+
+logger = logging.getLogger(__name__)
 
 
 def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGeneration:
@@ -77,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.save_pretrained(options.output_dir)
     load_processor(options.adapter).save_pretrained(options.output_dir)
     copy_record(options.adapter, options.output_dir)
+    let_others_read(options.output_dir)
+    logger.info("Merged %s into its base model, and saved to %s", options.adapter, options.output_dir)
 
 
 if __name__ == "__main__":

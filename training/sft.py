@@ -155,6 +155,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if is_finished(run_args, args, run, checkpoint, num_steps=count_steps(args, sampler)):
         return
     if checkpoint is not None:
+        logger.info("Going on after step %d, from %s", steps_done(checkpoint), checkpoint)
         prepare_resuming(checkpoint, args, stream)
 
     # Load the model.

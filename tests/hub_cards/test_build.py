@@ -489,6 +489,8 @@ def test_a_stage_lists_only_arguments_that_had_an_effect(run: Path) -> None:
         "key_mmd_weight": 0.0,
         "data_seed": None,
         "norm_learning_rate": 1e-4,  # the run's log has no learning rate of a norm
+        "num_train_epochs": 3.0,  # `max_steps` ends the run
+        "max_steps": 8,
     }
     arguments = {"stage": "instruct", "learning_rate": 1e-5, **arguments_without_effect}
     set_fields("run.json", arguments=arguments)(run)

@@ -126,6 +126,10 @@ def test_a_model_in_shards_is_published_in_shards(run: Path, prose: Path, tmp_pa
         assert name in load_file(tmp_path / "release" / file_name)
 
 
+def test_others_may_read_the_weights_of_a_release(release: Path) -> None:
+    assert (release / "model.safetensors").stat().st_mode == (release / "README.md").stat().st_mode
+
+
 def test_a_release_has_no_code_of_a_model(release: Path) -> None:
     # The release has two Python files, which are for an endpoint and aren't needed to load the model.
     assert {path.name for path in release.glob("*.py")} == {"handler.py", "pixels.py"}

@@ -237,6 +237,10 @@ def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapte
     command = [sys.executable, "training/merge.py", *options]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    assert f"Merged {adapter} into its base model, and saved to {merged_folder}" in result.stderr
+    # Others may read the weights, as all other files.
+    modes = {path.stat().st_mode for path in merged_folder.iterdir()}
+    assert len(modes) == 1
 
     file_names = {path.name for path in merged_folder.iterdir()}
     assert file_names >= {

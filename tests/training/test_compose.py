@@ -477,6 +477,24 @@ def rename_as_in_old_checkpoints(folder: Path) -> None:
     save_file(renamed, path, metadata={"format": "pt"})
 
 
+def test_the_projector_of_a_llava_is_scaled_once(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    llava = save_llava(tmp_path / "llava", make_model_folder(vision="siglip", text="vicuna"), "full")
+    main(
+        [
+            *("--llava_model", str(tmp_path / "llava"), "--projector_norm", "none", "--scale_projector"),
+            *("--output_dir", str(tmp_path / "scaled")),
+        ]
+    )
+    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "scaled")
+    norms = interface_norms(model, AutoProcessor.from_pretrained(tmp_path / "scaled"))
+    assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-4)
+    assert model.config.projector_scaled
+
+    weights = llava.state_dict()
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, weights[name])}
+    assert changed <= {f"model.multi_modal_projector.linear_2.{name}" for name in ("weight", "bias")}
+
+
 @pytest.mark.parametrize(
     ("vision", "strategy", "old_names", "num_image_tokens"),
     [
@@ -679,6 +697,8 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "text embeddings (T)" in result.stderr  # a row of the table of norms, which the command prints
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # others may read the weights, as all other files
 
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     processor = AutoProcessor.from_pretrained(tmp_path / "out")

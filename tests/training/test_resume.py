@@ -121,7 +121,7 @@ def list_superseded(out: Path) -> set[str]:
 
 
 def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away(
-    finished_fields: dict[str, Any], tmp_path: Path
+    finished_fields: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # The finished run has checkpoints 3, 6 and 8. Resume it from checkpoint 3, to step 5, and save only at the end.
     out = tmp_path / "out"
@@ -129,6 +129,7 @@ def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away
     fields = {**finished_fields, "output_dir": str(out), "resume_from_checkpoint": str(out / "checkpoint-3")}
     fields |= {"learning_rate": 2e-3, "resume_changed": True, "save_steps": 100}
     run(tmp_path, **fields, max_steps=5)
+    assert f"Going on after step 3, from {out / 'checkpoint-3'}" in caplog.text
     moved_by_first_resume = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
     assert list_superseded(out) == moved_by_first_resume
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}

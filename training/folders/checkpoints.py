@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from normllava.errors import UserError
 from normllava.evaluation.json_records import read_record
-from normllava.files import fresh_folder
+from normllava.files import fresh_folder, let_others_read
 from training.folders.run import RUN_FILE, Run
 
 
@@ -296,15 +296,10 @@ def publish_result(folder: Path, output_dir: Path) -> None:
 
 
 def _flush_to_disk(folder: Path) -> None:
-    """Write a folder's files through to the disk, and set the permissions that the user's umask gives to new files.
-
-    safetensors writes files that only their owner can read, whatever the umask.
-    """
-    umask = os.umask(0)  # the umask can be read only by setting it
-    os.umask(umask)
+    """Write a folder's files through to the disk, and let others read them as the user's umask says."""
+    let_others_read(folder)
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(0o666 & ~umask)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 

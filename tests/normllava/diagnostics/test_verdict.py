@@ -271,4 +271,4 @@ def test_pictures_without_a_choice_of_answers_are_counted() -> None:
     rows = sweep_rows({0.3: -CLEAR, 3.0: -CLEAR})
     is_share = rows["measure"].isin(["named", "named_change"])
     answers, _ = tell_sweep(rows[~(is_share & (rows["picture"] == 2))])
-    assert answers.startswith("Right answers on 2 of 3 pictures: 50% as it is; ")
+    assert answers.startswith("Of 2 pictures whose answers could be judged (3 were asked about), 50% right as it is; ")

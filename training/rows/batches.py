@@ -66,6 +66,10 @@ class Batches(Sampler[list[int]]):
         return self._num_passes
 
 
+# The default of `per_device_train_batch_size`.
+DEFAULT_BATCH_SIZE = TrainingConfig.__dataclass_fields__["per_device_train_batch_size"].default
+
+
 def deal_rows(
     run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, blank: int
 ) -> tuple[Batches | None, int]:
@@ -89,7 +93,7 @@ def deal_rows(
 
     accumulation_steps = args.gradient_accumulation_steps
     if run_args.global_batch_size is not None:
-        accumulation_steps = count_passes(run_args.global_batch_size, args)
+        accumulation_steps = run_args.global_batch_size // (args.per_device_train_batch_size * args.world_size)
     if isinstance(rows, IterableDataset):
         return None, accumulation_steps
 
@@ -107,19 +111,28 @@ def data_seed(args: TrainingConfig) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def count_passes(global_batch_size: int, args: TrainingConfig) -> int:
-    """The number of passes in which all processes together take `global_batch_size` padded rows.
+def fit_batch_size(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Check that all processes together can take `global_batch_size` padded rows in whole passes.
+
+    If `per_device_train_batch_size` has its default, it becomes the largest number up to this default that divides the
+    rows of a process.
 
     Raises:
         UserError: if the number of passes is not whole.
     """
-    rows_per_pass = args.per_device_train_batch_size * args.world_size
-    if global_batch_size % rows_per_pass != 0:
+    global_batch_size = run_args.global_batch_size
+    if global_batch_size is None or run_args.packed_length is not None:
+        return
+
+    rows_of_process, rest = divmod(global_batch_size, args.world_size)
+    if args.per_device_train_batch_size == DEFAULT_BATCH_SIZE and rest == 0:
+        divisors = [size for size in range(1, DEFAULT_BATCH_SIZE + 1) if rows_of_process % size == 0]
+        args.per_device_train_batch_size = max(divisors)
+    if rest != 0 or rows_of_process % args.per_device_train_batch_size != 0:
         raise UserError(
             f"global_batch_size {global_batch_size} is not a multiple of per_device_train_batch_size "
             f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
         )
-    return global_batch_size // rows_per_pass
 
 
 def deal_packed(

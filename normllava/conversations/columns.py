@@ -180,9 +180,17 @@ def _read_turns(
         partial(_read_fields, picture_columns=list(picture_counts)),
         remove_columns=rows_to_read.column_names,
         features=read_features,
+        cache_file_name=cache_file(f"turns-{fingerprint}"),
         new_fingerprint=fingerprint,
         desc="Reading the turns",
     )
+
+
+def cache_file(name: str) -> str:
+    """The path of a file in datasets' cache folder. By default `datasets` would write into a saved dataset's folder."""
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "normllava"
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder / f"{name}.arrow")
 
 
 def _read_fields(fields: Row, picture_columns: list[str]) -> Row:

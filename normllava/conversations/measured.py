@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 import tokenizers
 import transformers
-from datasets import Dataset, Features, List, Value, concatenate_datasets, config
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 
+from normllava.conversations.columns import cache_file
 from normllava.conversations.layouts import PICTURE_COLUMNS
 from normllava.conversations.pictures import open_images
 from normllava.conversations.rows import BadRowError, Row, check_row, picture_path, row_images, row_turns
@@ -96,8 +97,6 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
         BadRowError: if a row can't be read because of a fault of the disk, such as an I/O error.
     """
     fingerprint = _fingerprint(dataset, check)
-    folder = Path(config.HF_DATASETS_CACHE) / "normllava"
-    folder.mkdir(parents=True, exist_ok=True)
     return dataset.map(
         partial(_tokenize_batch, check=check),
         batched=True,
@@ -105,7 +104,7 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
         num_proc=num_proc,
         features=FEATURES,
         remove_columns=dataset.column_names,
-        cache_file_name=str(folder / f"rows-{fingerprint}.arrow"),
+        cache_file_name=cache_file(f"rows-{fingerprint}"),
         new_fingerprint=fingerprint,
         load_from_cache_file=True,
         desc=f"Checking {len(dataset):,} rows",

@@ -55,10 +55,21 @@ def test_rows_and_pictures_of_a_json_file_are_read(tmp_path: Path, name: str) ->
     assert not has_splits(str(path))
 
 
-def test_a_saved_dataset_is_read_and_nothing_is_written_into_its_folder(tmp_path: Path) -> None:
+# The turns of the rows of a saved dataset, by the column's name. Those of `messages` are read into LLaVA's layout.
+SAVED_TURNS = {
+    "conversations": [ABOUT_A_PICTURE, WITHOUT_PICTURE],
+    "messages": [
+        [{"role": "user", "content": "<image>\nWhat?"}, {"role": "assistant", "content": "A dog."}],
+        [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}],
+    ],
+}
+
+
+@pytest.mark.parametrize("column", SAVED_TURNS)
+def test_a_saved_dataset_is_read_and_nothing_is_written_into_its_folder(column: str, tmp_path: Path) -> None:
     picture = write_pictures(tmp_path) / "a.png"
     saved = tmp_path / "saved"
-    columns = {"images": [[str(picture)], []], "conversations": [ABOUT_A_PICTURE, WITHOUT_PICTURE]}
+    columns = {"images": [[str(picture)], []], column: SAVED_TURNS[column]}
     Dataset.from_dict(columns).cast_column("images", List(Image())).save_to_disk(saved)
 
     files_before = sorted(saved.iterdir())

@@ -187,7 +187,7 @@ def _read_turns(
 
 
 def cache_file(name: str) -> str:
-    """The path of a file in datasets' cache folder. By default `datasets` would write into a saved dataset's folder."""
+    """The path of a file in datasets' cache folder. By default a saved dataset's own folder would be written to."""
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "normllava"
     folder.mkdir(parents=True, exist_ok=True)
     return str(folder / f"{name}.arrow")

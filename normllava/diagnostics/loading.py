@@ -266,6 +266,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
     taken: dict[str, Question] = {}  # by fingerprint of the prompt's pictures
     unreadable: list[str] = []
     passed_over = 0
+    num_repeated = 0
     for row in rows:
         if len(taken) == num_samples:
             break
@@ -282,9 +283,17 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
 
         if question is None:
             passed_over += 1
+        elif question.fingerprint in taken:
+            num_repeated += 1
         else:
-            # Of several questions about the same pictures, the first is taken.
-            taken.setdefault(question.fingerprint, question)
+            taken[question.fingerprint] = question
+
+    if num_repeated:
+        logger.info(
+            "%s: %d rows show the same pictures as a row before, and each picture is asked about once.",
+            data,
+            num_repeated,
+        )
 
     if not taken:
         about_unreadable = ""

@@ -89,8 +89,9 @@ def test_each_question_is_about_another_picture(colours: Path) -> None:
     assert len(load_questions(data, 9).questions) == 3
 
 
-def test_pictures_after_the_first_answer_are_left_out(colours: Path) -> None:
+def test_pictures_after_the_first_answer_are_left_out(colours: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two rows that differ only in the picture after the answer give one question."""
+    caplog.set_level(logging.INFO)
     turns = [
         {"from": "human", "value": "<image>\nthis, or <image>"},
         {"from": "gpt", "value": "a colour"},
@@ -104,6 +105,7 @@ def test_pictures_after_the_first_answer_are_left_out(colours: Path) -> None:
     path.write_text(json.dumps(rows))
 
     (question,) = load_questions(str(path), 2).questions
+    assert "1 rows show the same pictures as a row before, and each picture is asked about once." in caplog.text
     (message,) = question.prompt
     assert [part["type"] for part in message["content"]] == ["image", "text", "image"]
 

@@ -67,11 +67,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         module = import_module(subcommand.module)
     except ModuleNotFoundError as error:
-        if str(error.name).startswith(("normllava", "modeling_normllava")):  # a bug of ours
+        missing = str(error.name).split(".")[0]
+        if missing in ("normllava", "modeling_normllava"):  # a bug of ours
             raise
         raise UserError(
-            f'normllava {name} needs {error.name}, which is not installed. Install the extra "{subcommand.extra}", '
-            f"such as pip install '.[{subcommand.extra}]' in a clone."
+            f'normllava {name} needs {missing}, which is not installed. Install the extra "{subcommand.extra}", such '
+            f"as pip install '.[{subcommand.extra}]' in a clone."
         ) from error
     module.main(words[1:])
 

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 TESTS = [
     "tests/modeling_normllava",
-    "tests/diagnostics/test_sweep.py",
+    "tests/normllava/diagnostics/test_sweep.py",
     "tests/training/test_sft.py",
     "tests/training/test_resume.py::test_a_resumed_run_gives_the_weights_of_an_unbroken_one",
 ]

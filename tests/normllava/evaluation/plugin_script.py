@@ -1,6 +1,6 @@
 """Asks the lmms-eval plug-in about made-up rows, in the harnesses' environment, and prints what it answers as JSON.
 
-    python tests/evaluation/plugin_script.py MODEL
+    python tests/normllava/evaluation/plugin_script.py MODEL
 
 Its `generate` is replaced by one that writes an answer of two paragraphs. The harness and the plug-in are real.
 """

@@ -113,6 +113,7 @@ def scale_projector(
         raise UserError(f"target_ratio {target_ratio}: it is a number above 0.")
     if hasattr(model, "get_base_model"):  # PEFT's
         model = model.get_base_model()
+    require_whole_weights(model)
     if processor is None:
         processor = load_processor(model)
     noise = noise_pictures(model)
@@ -295,11 +296,25 @@ def names_around_decoder(model: PreTrainedModel) -> list[str]:
     return names
 
 
+def require_whole_weights(model: PreTrainedModel) -> None:
+    """Refuse a model that can't be run here, since a trainer has sharded it, or it has no data at all.
+
+    Raises:
+        UserError: if it is. The message says what to do.
+    """
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor) or parameter.numel() == 0:  # of FSDP2, or of DeepSpeed's ZeRO-3
+            raise UserError(f"{name} is sharded: scale the model before it is given to the trainer or to accelerate.")
+    if all(parameter.is_meta for parameter in parameters.values()):
+        raise UserError("The model is on the meta device, without data: load its weights, and scale it.")
+
+
 def require_plain_weights(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that can't be multiplied here.
 
     Raises:
-        UserError: if a parameter is quantized, sharded or without data. The message says what to do.
+        UserError: if a parameter is quantized or without data. The message says what to do.
     """
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
@@ -307,8 +322,6 @@ def require_plain_weights(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"{name} is quantized: load the model without quantization, scale it, save it, and load that folder "
                 "quantized."
             )
-        if isinstance(parameter, DTensor) or parameter.numel() == 0:  # of FSDP2, or of DeepSpeed's ZeRO-3
-            raise UserError(f"{name} is sharded: scale the model before it is given to the trainer or to accelerate.")
         if parameter.is_meta:
             raise UserError(f"{name} has no data here: load the model without device_map or offloading, and scale it.")
 

@@ -223,6 +223,16 @@ def test_weights_that_cannot_be_multiplied_are_refused(llava: tuple[PreTrainedMo
     with pytest.raises(UserError, match=r"linear_2.weight is quantized: load the model without quantization"):
         scale_projector(model, processor)
 
+    linear.weight = nn.Parameter(torch.empty_like(whole, device="meta"))  # as accelerate offloads it
+    with pytest.raises(UserError, match=r"linear_2.weight has no data here: load the model without device_map"):
+        scale_projector(model, processor)
+
+    linear.weight = nn.Parameter(torch.empty(0))  # as DeepSpeed's ZeRO-3 leaves it
+    with pytest.raises(UserError, match=r"linear_2.weight is sharded: scale the model before it is given to the"):
+        scale_projector(model, processor)
+    with torch.device("meta"), pytest.raises(UserError, match="The model is on the meta device, without data"):
+        scale_projector(AutoModelForImageTextToText.from_config(model.config), processor)
+
     with pytest.raises(UserError, match="target_ratio 0: it is a number above 0"):
         scale_projector(model, processor, target_ratio=0)
 

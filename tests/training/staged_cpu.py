@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
-from training.loop import trainer
+from training.loop import checkpointing
 
 
 RANK = int(os.environ["RANK"])
@@ -36,8 +36,8 @@ def training_step_with_nan(self: SFTTrainer, *args: Any, **kwargs: Any) -> torch
 
 if "STAGED_MEMORY" in os.environ:
     limits = [int(number) for number in os.environ["STAGED_MEMORY"].split(",")]
-    trainer.memory_limit = lambda device: limits[RANK]
-    trainer.measure_peak = say_1000_bytes
+    checkpointing.memory_limit = lambda device: limits[RANK]
+    checkpointing.measure_peak = say_1000_bytes
 if os.environ.get("STAGED_NAN") == str(RANK):
     SFTTrainer.training_step = training_step_with_nan  # type: ignore[method-assign]
 if "STAGED_FSDP" in os.environ:

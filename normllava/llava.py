@@ -28,6 +28,8 @@ def add_norm(
             f"{type(model).__name__} can't have the norm: its own class would drop the norm's weights when the model "
             "is loaded. Only a LlavaForConditionalGeneration becomes a NormLlava; scale_projector scales any model."
         )
+    if getattr(model, "is_quantized", False):
+        raise UserError("The Llava is quantized: load it without quantization, add the norm, and save it.")
     if target_ratio is not None and not target_ratio > 0:
         raise UserError(f"target_ratio {target_ratio}: it is a number above 0.")
 
@@ -39,6 +41,7 @@ def add_norm(
         "projector_norm": projector_norm,
         "projector_norm_target": target,
         "llava_name_or_path": model.name_or_path or None,
+        "_name_or_path": "",  # or adapters and reference models would be made from the Llava
     }
     config = NormLlavaConfig.from_dict(fields, attn_implementation=model.config._attn_implementation)
 
@@ -48,4 +51,6 @@ def add_norm(
     with_norm.model.multi_modal_projector.linear_2 = parts.multi_modal_projector.linear_2
     with_norm.model.multi_modal_projector.to(model.device)
     with_norm.generation_config = model.generation_config
-    return with_norm.train(model.training)
+    for module in (with_norm, with_norm.model, with_norm.model.multi_modal_projector):
+        module.training = model.training  # the Llava's own modules keep their modes
+    return with_norm

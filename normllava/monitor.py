@@ -16,8 +16,8 @@ from normllava.parts import find_decoder
 from normllava.tokens import Inputs, Tokens, classify, token_ids
 
 
-# Ratios between these need no advice.
-NEAR_ONE = (0.9, 1.1)
+# Ratios between these need no advice. Those of a scaled projector differ with the words of a batch.
+NEAR_ONE = (0.7, 1.4)
 
 
 class NormMonitor:
@@ -29,7 +29,8 @@ class NormMonitor:
     - `turning/image`, `turning/text`: 1 − cosine of a token before and after the first layer, which says how far the
       layer turns it (arXiv 2512.08374, Fig. 3).
 
-    Special tokens and padding are left out. In other steps its hooks touch no tensor.
+    Special tokens and padding are left out; newline features, as LLaVA-NeXT has them, count as image embeddings. In
+    other steps the hooks touch no tensor.
 
     With a trainer: `NormMonitor(model, processor).attach(trainer)`. In a loop of one's own: `monitor.watch()` before a
     step's forward passes, and `monitor.collect()` after them.
@@ -52,30 +53,35 @@ class NormMonitor:
 
         # Trainers call the model with or without its head, and `base_model` gets the inputs in both cases. The other
         # hooks are on the first layer, not inside of it, where it may be compiled.
-        self._first_layer = find_decoder(model).layers[0]
-        model.base_model.register_forward_pre_hook(self._classify_tokens, with_kwargs=True)
-        self._first_layer.register_forward_pre_hook(self._keep_input, with_kwargs=True)
-        self._first_layer.register_forward_hook(self._add)
+        first_layer = find_decoder(model).layers[0]
+        self._hooks = [
+            model.base_model.register_forward_pre_hook(self._classify_tokens, with_kwargs=True),
+            first_layer.register_forward_pre_hook(self._keep_input, with_kwargs=True),
+            first_layer.register_forward_hook(self._add),
+        ]
 
     def watch(self) -> None:
         """Measure the forward passes from here on, until `collect`."""
         self.is_watching = True
+        # What a pass left that ended by an error is dropped.
+        self._tokens = None
+        self._layer_input = None
+        self._sums = None
 
-    @torch.no_grad()
     def collect(self) -> dict[str, float]:
         """The figures since `watch`; empty if there was no image token or no text token. Every process must call this.
 
         Where several processes train, the figures are of all of them.
         """
         self.is_watching = False
-        sums = self._sums
-        if sums is None:
-            sums = torch.zeros(2, 3, device=next(self._first_layer.parameters()).device)
-        self._sums = None
+        sums = torch.zeros(2, 3) if self._sums is None else self._sums.cpu()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(sums)
+            # As objects, since a process without an image token has no tensor on the device that they are reduced on.
+            sums_of_processes: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(sums_of_processes, sums)
+            sums = torch.stack(sums_of_processes).sum(0)
 
-        norm_sums, turning_sums, num_tokens = sums.cpu().unbind(dim=1)
+        norm_sums, turning_sums, num_tokens = sums.unbind(dim=1)
         if not (num_tokens > 0).all():
             return {}
         image_norm, text_norm = (norm_sums / num_tokens).tolist()
@@ -88,6 +94,11 @@ class NormMonitor:
             "turning/text": text_turning,
         }
 
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
     def attach(self, trainer: Any) -> None:
         """Add the figures to what a trainer logs: to its history, its trackers and its console.
 
@@ -95,15 +106,18 @@ class NormMonitor:
             trainer: transformers' `Trainer`, or one of TRL's. What it logs must be logged by steps.
 
         Raises:
-            UserError: if the trainer logs by epochs, or nothing.
+            UserError: if the trainer logs by epochs, or nothing, or if it splits batches over GPUs by DataParallel.
         """
         strategy = trainer.args.logging_strategy.value
         if strategy != "steps":
             raise UserError(f"NormMonitor needs logging_strategy 'steps', got {strategy!r}.")
+        if trainer.args.n_gpu > 1:
+            raise UserError("NormMonitor needs a process for each GPU: start the script by accelerate launch.")
         # Trackers are callbacks too, and log what the callbacks before them have left. So this one comes first.
         trainer.callback_handler.callbacks.insert(0, _LogNorms(self))
 
     def _classify_tokens(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
+        self._tokens = None
         # Passes without gradients generate, evaluate or ask a reference model.
         if not self.is_watching or not torch.is_grad_enabled():
             return
@@ -123,16 +137,15 @@ class NormMonitor:
         if self._tokens is None or self._layer_input is None:
             return
 
-        before = self._layer_input  # [batch_size, sequence_length, hidden_size]
-        after = output if isinstance(output, torch.Tensor) else output[0]
+        after = output if isinstance(output, torch.Tensor) else output[0]  # [batch_size, sequence_length, hidden_size]
+        before = self._layer_input.to(after.device)  # with a `device_map`, layers move their inputs themselves
         norms = token_norms(before)  # [batch_size, sequence_length]
         turnings = 1 - nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
 
-        # Other tokens count as 0. To leave them out, Python would wait for the number of tokens. Padding may be NaN.
         rows = []
-        for mask in (self._tokens.visual, self._tokens.text):
+        for mask in (self._tokens.visual.to(after.device), self._tokens.text.to(after.device)):
             norm_sum = torch.where(mask, norms, 0).sum()
-            turning_sum = torch.where(mask, turnings, 0).sum()
+            turning_sum = torch.where(mask, turnings, 0).sum()  # padding, which may be NaN, is left out
             rows.append(torch.stack([norm_sum, turning_sum, mask.sum()]))
         sums = torch.stack(rows)
         self._sums = sums if self._sums is None else self._sums + sums
@@ -146,7 +159,8 @@ class _LogNorms(TrainerCallback):
 
     def __init__(self, monitor: NormMonitor) -> None:
         self._monitor = monitor
-        self._has_told = False
+        # The figures of a step that will be logged, from its end to its log.
+        self._figures: dict[str, float] = {}
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -157,26 +171,33 @@ class _LogNorms(TrainerCallback):
             self._monitor.watch()
 
     @override
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add the figures of a step to its log. Evaluations and the end of training are logged without."""
-        if not self._monitor.is_watching:
-            return
-        figures = self._monitor.collect()
-        logs.update(figures)
-        state.log_history[-1].update(figures)  # a copy of the log, which the trainer made before
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Collect the figures. All processes come here, whereas a log may be one process's own."""
+        if self._monitor.is_watching:
+            self._figures = self._monitor.collect()
 
-        if figures and not self._has_told and state.is_world_process_zero:
-            tqdm.write(describe_ratio(figures["norm/ratio"]), file=sys.stderr)  # on a line of its own, above bars
-            self._has_told = True
+    @override
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the figures of a step to its log. Evaluations, and what a user logs, stay without."""
+        if not self._figures or "loss" not in logs:
+            return
+        logs.update(self._figures)
+        state.log_history[-1].update(self._figures)  # a copy of the log, which the trainer made before
+
+        is_first_log = len(state.log_history) == 1
+        if is_first_log and state.is_world_process_zero:
+            # On a line of its own, above a progress bar.
+            tqdm.write(describe_ratio(self._figures["norm/ratio"]), file=sys.stderr)
+        self._figures = {}
 
 
 def describe_ratio(ratio: float) -> str:
     """What the first logged ratio says, in words."""
-    text = f"Image embeddings enter the decoder with {ratio:.3g} times the norm of text embeddings."
+    text = f"In this step image embeddings enter the decoder with {ratio:.3g} times the norm of text embeddings."
     lowest, highest = NEAR_ONE
     if lowest <= ratio <= highest:
         return text
     return (
-        f"{text} `normllava.scale_projector(model, processor)` before training makes it 1; what that was worth is in "
-        "docs/findings.md of NormLlava."
+        f"{text} normllava.scale_projector starts a new projector at 1; what that was worth is in docs/findings.md of "
+        "NormLlava."
     )

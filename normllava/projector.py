@@ -4,8 +4,9 @@ This is the arm "scaled once" of the studies in docs/. "The Unseen Bias" (arXiv 
 projector instead, see [`~normllava.llava.add_norm`].
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,26 +16,30 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from normllava.errors import UserError
 from normllava.inputs import eval_mode, load_processor, noise_pictures, prepare_picture
 from normllava.norms import input_scale, text_norm_target, token_norms, vocabulary_norms
-from normllava.parts import find_decoder
+from normllava.parts import complete_processor, find_decoder
 from normllava.tokens import Inputs, Tokens, classify_sample, exclude_newlines, token_ids
 
 
 # How far image embeddings may be from the scaled ones, relative to their norm. The weights' rounding comes on top.
 TOLERANCE = 1e-3
+# The number of pictures on which the scaled embeddings are compared, token by token.
+NUM_COMPARED = 8
 # The number of modules that are tried, from the last one before the decoder.
 NUM_TRIED = 2
+# The way out where a trainer or a launcher has changed the model.
+SCALE_BEFORE = "scale it in a process of its own, save it, and train from that folder"
 # A part of the names of parameters of which PEFT keeps an original and copies.
 PEFT_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
 
 
 @dataclass(frozen=True)
 class ScaledProjector:
-    """What [`scale_projector`] did. A ratio is the mean norm of image embeddings, over that of text embeddings.
+    """What [`scale_projector`] did. A ratio is the mean norm of image embeddings over that of the whole vocabulary.
 
     Attributes:
         parameters: The names of the parameters that were multiplied.
@@ -72,14 +77,9 @@ class ScaledProjector:
 class _Embeddings:
     """What enters the decoder's first layer for one picture: the sequence, and which positions are what."""
 
-    states: torch.Tensor  # [sequence_length, hidden_size], float32
+    states: torch.Tensor  # [sequence_length, hidden_size]
     tokens: Tokens
     input_ids: torch.Tensor  # [sequence_length]
-
-    @property
-    def image(self) -> torch.Tensor:
-        """The image embeddings, `(num_image_tokens, hidden_size)`."""
-        return self.states[self.tokens.visual]
 
 
 class _FirstLayerReached(Exception):
@@ -90,7 +90,7 @@ class _FirstLayerReached(Exception):
 def scale_projector(
     model: PreTrainedModel,
     processor: Any = None,
-    pictures: Sequence[Image.Image] | None = None,
+    pictures: Iterable[Image.Image] | None = None,
     target_ratio: float = 1.0,
 ) -> ScaledProjector:
     """Multiply a projector's last weights, in place, so that image embeddings have the norm of text embeddings.
@@ -98,6 +98,9 @@ def scale_projector(
     The projector is found by running the model: of all modules with parameters outside the decoder, the one that
     computes last before the decoder's first layer is scaled. Then the embeddings are measured again, and each must be
     multiplied by the factor. The saved model is loaded by its own class, without this package.
+
+    Adapters name, and TRL's reference models are loaded from, the folder that a model came from. So save the scaled
+    model, and train from its folder.
 
     Args:
         model: A vision-language model, or the `PeftModel` around it.
@@ -109,58 +112,53 @@ def scale_projector(
         UserError: if the projector can't be scaled: its weights are quantized, sharded or without data, a norm without
             a gain follows it, or the embeddings aren't multiplied by the factor. The weights are then as they were.
     """
-    if not target_ratio > 0:
+    if not (math.isfinite(target_ratio) and target_ratio > 0):
         raise UserError(f"target_ratio {target_ratio}: it is a number above 0.")
     if hasattr(model, "get_base_model"):  # PEFT's
         model = model.get_base_model()
     require_whole_weights(model)
     if processor is None:
         processor = load_processor(model)
+    if not isinstance(processor, BaseImageProcessor):
+        complete_processor(processor, model)
     noise = noise_pictures(model)
-    samples = [prepare_picture(model, processor, picture) for picture in pictures or noise]
+    given = None if pictures is None else list(pictures)
+    if given == []:
+        raise UserError("pictures is empty: give some pictures, or leave it out to measure noise.")
+    measured = noise if given is None else given
 
     with eval_mode(model):
         vocabulary = vocabulary_norms(model)
-        before = measure_embeddings(model, samples)
-        ratio_before = norm_ratio(model, before, vocabulary)
-        ratio_on_noise = ratio_before
-        if pictures:
-            samples_of_noise = [prepare_picture(model, processor, picture) for picture in noise]
-            ratio_on_noise = norm_ratio(model, measure_embeddings(model, samples_of_noise), vocabulary)
-
-        if ratio_before == 0:
-            raise UserError("All image embeddings are zero: the projector has no trained weights.")
+        ratio_before = measure_ratio(model, processor, measured, vocabulary)
+        ratio_on_noise = ratio_before if given is None else measure_ratio(model, processor, noise, vocabulary)
         factor = target_ratio / ratio_before
-        parameters = multiply_projector(model, samples, before, factor, ratio_before)
-        after = measure_embeddings(model, samples)
+        samples = [prepare_picture(model, processor, picture) for picture in measured[:NUM_COMPARED]]
+        parameters = multiply_projector(model, samples, factor, ratio_before)
+        ratio_after = measure_ratio(model, processor, measured, vocabulary)
 
     return ScaledProjector(
         parameters=parameters,
         factor=factor,
         ratio_before=ratio_before,
-        ratio_after=norm_ratio(model, after, vocabulary),
-        num_pictures=len(pictures or ()),
+        ratio_after=ratio_after,
+        num_pictures=0 if given is None else len(given),
         ratio_on_noise=ratio_on_noise,
         has_deep_features="deepstack" in str(model.config.to_dict()),
     )
 
 
-def measure_embeddings(model: PreTrainedModel, samples: Sequence[Inputs]) -> list[_Embeddings]:
-    """What enters the decoder's first layer for each sample."""
-    ids = token_ids(model)
-    measured = []
-    for inputs in samples:
-        states: list[torch.Tensor] = []
+def measure_embeddings(model: PreTrainedModel, inputs: Inputs) -> _Embeddings:
+    """What enters the decoder's first layer for a sample."""
+    states: list[torch.Tensor] = []
 
-        def keep_input(module: nn.Module, args: Any, kwargs: Inputs, states: list[torch.Tensor] = states) -> None:
-            states.append(args[0] if args else kwargs["hidden_states"])
-            raise _FirstLayerReached
+    def keep_input(module: nn.Module, args: Any, kwargs: Inputs) -> None:
+        states.append(args[0] if args else kwargs["hidden_states"])
+        raise _FirstLayerReached
 
-        with find_decoder(model).layers[0].register_forward_pre_hook(keep_input, with_kwargs=True):
-            run_to_first_layer(model, inputs)
-        tokens = classify_sample(inputs, ids)
-        measured.append(_Embeddings(states[0][0].float().cpu(), tokens, inputs["input_ids"][0].cpu()))
-    return measured
+    with find_decoder(model).layers[0].register_forward_pre_hook(keep_input, with_kwargs=True):
+        run_to_first_layer(model, inputs)
+    tokens = classify_sample(inputs, token_ids(model))
+    return _Embeddings(states[0][0].cpu(), tokens, inputs["input_ids"][0].cpu())
 
 
 def run_to_first_layer(model: PreTrainedModel, inputs: Inputs) -> None:
@@ -169,34 +167,45 @@ def run_to_first_layer(model: PreTrainedModel, inputs: Inputs) -> None:
         model(**inputs)
 
 
-def norm_ratio(model: PreTrainedModel, embeddings: Sequence[_Embeddings], vocabulary: torch.Tensor) -> float:
+def measure_ratio(
+    model: PreTrainedModel, processor: Any, pictures: Sequence[Image.Image], vocabulary: torch.Tensor
+) -> float:
     """The mean norm of image embeddings over the mean norm of the vocabulary's embeddings, at the decoder's input.
 
     Newline features, which some models put among a picture's features, are left out.
 
     Args:
         model: The model.
-        embeddings: What enters the decoder's first layer for each picture.
+        processor: Its processor or image processor.
+        pictures: The pictures to measure on.
         vocabulary: Norms of all text embeddings, `(num_embeddings,)`.
+
+    Raises:
+        UserError: if the embeddings are all zero, or not finite.
     """
     image_norms = []
     text_norms = []
     embedded_norms = []
-    for measured in embeddings:
-        norms = token_norms(measured.states)  # [sequence_length]
-        is_image = exclude_newlines(model, measured.states, measured.tokens).visual
-        image_norms.append(norms[is_image])
-        text_norms.append(norms[measured.tokens.text])
-        embedded_norms.append(vocabulary[measured.input_ids[measured.tokens.text]])
+    for picture in pictures:
+        embeddings = measure_embeddings(model, prepare_picture(model, processor, picture))
+        tokens = embeddings.tokens
+        norms = token_norms(embeddings.states)  # [sequence_length]
+        image_norms.append(norms[exclude_newlines(model, embeddings.states.float(), tokens).visual])
+        text_norms.append(norms[tokens.text])
+        embedded_norms.append(vocabulary[embeddings.input_ids[tokens.text]])
 
     # Some decoders multiply their whole input, so text embeddings are measured with the same factor.
     scale = input_scale(torch.cat(text_norms), torch.cat(embedded_norms))
-    return torch.cat(image_norms).double().mean().item() / text_norm_target(scale * vocabulary)
+    ratio = torch.cat(image_norms).double().mean().item() / text_norm_target(scale * vocabulary)
+    if not (math.isfinite(ratio) and ratio > 0):
+        raise UserError(
+            f"Image embeddings have {ratio} times the norm of text: the projector or the encoder has no trained "
+            "weights, or overflows in this dtype."
+        )
+    return ratio
 
 
-def multiply_projector(
-    model: PreTrainedModel, samples: Sequence[Inputs], before: Sequence[_Embeddings], factor: float, ratio: float
-) -> list[str]:
+def multiply_projector(model: PreTrainedModel, samples: Sequence[Inputs], factor: float, ratio: float) -> list[str]:
     """Multiply the last weights before the decoder that all image embeddings follow.
 
     These are the parameters of one of the modules that finish last before the decoder. Where other features are put
@@ -205,8 +214,7 @@ def multiply_projector(
 
     Args:
         model: The model.
-        samples: The model's inputs for each picture.
-        before: What enters the decoder's first layer for each of them.
+        samples: The model's inputs for some pictures.
         factor: The number to multiply by.
         ratio: The ratio of norms before, for an error.
 
@@ -219,23 +227,32 @@ def multiply_projector(
     """
     parameters = dict(model.named_parameters())
     around = names_around_decoder(model)
+    before = [measure_embeddings(model, inputs) for inputs in samples]
     tried: list[list[str]] = []
     has_no_effect: list[bool] = []
     for names in names_in_last_modules(model, samples[0]):
-        for chosen in (names, names + around) if around else (names,):
+        for without_copies in (names, names + around) if around else (names,):
+            chosen = without_copies + names_of_copies(parameters, without_copies)
             require_plain_weights({name: parameters[name] for name in chosen})
             saved = {name: parameters[name].clone() for name in chosen}
-            for name in chosen:
-                parameters[name].mul_(factor)
-            after = measure_embeddings(model, samples)
-            if are_multiplied(before, after, factor, model.dtype):
-                return chosen + multiply_copies(parameters, chosen, factor)
-
-            for name in chosen:
-                parameters[name].copy_(saved[name])
+            follows = False
+            try:
+                for name in chosen:
+                    parameters[name].mul_(factor)
+                after = [measure_embeddings(model, inputs) for inputs in samples]
+                follows = are_multiplied(before, after, factor)
+            finally:
+                if not follows:
+                    for name in chosen:
+                        parameters[name].copy_(saved[name])
+            if follows:
+                return chosen
             tried.append(chosen)
-            has_no_effect.append(are_multiplied(before, after, 1.0, model.dtype))
+            is_all_zero = not any(bool(weights.any()) for weights in saved.values())
+            has_no_effect.append(not is_all_zero and are_multiplied(before, after, 1.0))
 
+    if any(".lora_" in name for name in tried[0]):
+        raise UserError("The projector has LoRA adapters: scale the model before adapters are added, or merge them.")
     if has_no_effect[0]:
         raise UserError(
             f"{', '.join(tried[0])}: a norm without a gain follows. So image embeddings have {ratio:.3g} times the "
@@ -305,9 +322,9 @@ def require_whole_weights(model: PreTrainedModel) -> None:
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, DTensor) or parameter.numel() == 0:  # of FSDP2, or of DeepSpeed's ZeRO-3
-            raise UserError(f"{name} is sharded: scale the model before it is given to the trainer or to accelerate.")
+            raise UserError(f"{name} is sharded: {SCALE_BEFORE}.")
     if all(parameter.is_meta for parameter in parameters.values()):
-        raise UserError("The model is on the meta device, without data: load its weights, and scale it.")
+        raise UserError(f"The model has no data in this process: {SCALE_BEFORE}.")
 
 
 def require_plain_weights(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -326,26 +343,20 @@ def require_plain_weights(parameters: Mapping[str, nn.Parameter]) -> None:
             raise UserError(f"{name} has no data here: load the model without device_map or offloading, and scale it.")
 
 
-def are_multiplied(
-    before: Sequence[_Embeddings], after: Sequence[_Embeddings], factor: float, dtype: torch.dtype
-) -> bool:
-    """Whether each image embedding is `factor` times what it was, except for rounding in the model's dtype."""
-    tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps)
+def are_multiplied(before: Sequence[_Embeddings], after: Sequence[_Embeddings], factor: float) -> bool:
+    """Whether each image embedding is `factor` times what it was, and text as it was, except for rounding."""
     for old, new in zip(before, after, strict=True):
-        expected = factor * old.image
-        if ((new.image - expected).norm(dim=-1) > tolerance * expected.norm(dim=-1)).any():
+        factors = torch.where(old.tokens.visual, factor, 1.0)  # [sequence_length]
+        expected = factors[:, None] * old.states.float()
+        errors = (new.states.float() - expected).norm(dim=-1)
+        # Weights and embeddings are rounded to the embeddings' dtype.
+        tolerance = max(TOLERANCE, 4 * torch.finfo(old.states.dtype).eps)
+        if not (errors <= tolerance * expected.norm(dim=-1)).all():  # false for NaN
             return False
     return True
 
 
-def multiply_copies(parameters: Mapping[str, nn.Parameter], names: Sequence[str], factor: float) -> list[str]:
-    """Multiply the other copies that PEFT keeps of parameters: the base's, and those of other adapters.
-
-    Returns:
-        The names of the copies.
-    """
+def names_of_copies(parameters: Mapping[str, nn.Parameter], names: Sequence[str]) -> list[str]:
+    """The names of the other copies that PEFT keeps of parameters: the base's, and those of other adapters."""
     originals = {PEFT_COPY.sub(".", name) for name in names if PEFT_COPY.search(name)}
-    copies = [name for name in parameters if PEFT_COPY.sub(".", name) in originals and name not in names]
-    for name in copies:
-        parameters[name].mul_(factor)
-    return copies
+    return [name for name in parameters if PEFT_COPY.sub(".", name) in originals and name not in names]

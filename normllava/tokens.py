@@ -7,12 +7,13 @@ use this classification.
 To find sinks and newlines a forward pass is needed. The other types are found from a model's inputs alone.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import cosine_similarity
-from transformers import PreTrainedModel
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from normllava.parts import DiagnosticsError, image_token_id
 
@@ -79,12 +80,20 @@ def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
 
     if processor is not None:
         # `processor` may itself be a tokenizer, which has no attribute `tokenizer`.
-        tokenizer = getattr(processor, "tokenizer", processor)
-        special.update(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
-        special.update(tokenizer.all_special_ids)
+        special |= special_token_ids(getattr(processor, "tokenizer", processor))
 
     image = image_token_id(model)
     return TokenIds(image, frozenset(special - {image, None}))
+
+
+def special_token_ids(tokenizer: Any) -> set[int]:
+    """The ids of the tokens that a tokenizer marks as special; none for an image processor."""
+    if isinstance(tokenizer, BaseImageProcessor):
+        return set()
+    special = set(tokenizer.all_special_ids)
+    with suppress(NotImplementedError):  # Mistral's own tokenizer doesn't list its added tokens
+        special |= {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return special
 
 
 def blank_samples(image_token_id: int, num_tokens: int) -> list[dict[str, list[int]]]:

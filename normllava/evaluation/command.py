@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         failed = evaluate(parse(build_parser(), argv))
     except PackageNotFoundError as error:  # the harness is not installed
-        install = "pip install -e '.[evaluate]', in an environment of its own"
+        install = "install the extra \"evaluate\" in an environment of its own, such as pip install '.[evaluate]'"
         raise UserError(f"{error.name} missing: {install}.") from error
 
     if failed:

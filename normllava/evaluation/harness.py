@@ -107,7 +107,7 @@ def harness_version(benchmark: Benchmark) -> str:
 
 
 def describe_run(benchmark: Benchmark, model: Model, settings: Settings) -> dict[str, Any]:
-    """All that a score depends on. An earlier result with the same description is used again.
+    """All that a score depends on, but the batch size. An earlier result with the same description is used again.
 
     Raises:
         importlib.metadata.PackageNotFoundError: if the harness is not installed.

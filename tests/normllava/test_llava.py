@@ -19,6 +19,12 @@ def test_a_llava_becomes_a_normllava_that_starts_at_the_texts_norm() -> None:
     assert isinstance(model, NormLlavaForConditionalGeneration)
     assert model.model.vision_tower is llava.model.vision_tower  # the Llava's weights, not copies
 
+    assert model.name_or_path == ""  # or adapters and reference models would be made from the Llava
+    llava.train()
+    llava.model.vision_tower.eval()
+    assert add_norm(llava).training
+    assert not llava.model.vision_tower.training  # the Llava's modules keep their modes
+
     target = 2 * text_norm_target(vocabulary_norms(llava))
     gain = model.model.multi_modal_projector.norm.weight
     torch.testing.assert_close(gain, torch.full_like(gain, target / len(gain) ** 0.5))

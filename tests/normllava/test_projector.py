@@ -14,8 +14,9 @@ from PIL import Image
 from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, BaseImageProcessor, PreTrainedModel
 
-from families import FAMILIES, IMAGE, VISION, Family, build, inputs, make_config, record_sample, text_config
+from families import FAMILIES, IMAGE, VISION, Family, build, inputs, make_config, text_config
 from normllava import scale_projector
+from normllava.diagnostics import measure
 from normllava.errors import UserError
 from normllava.norms import text_norm_target, vocabulary_norms
 
@@ -92,23 +93,19 @@ def test_a_module_that_holds_others_is_passed_over_if_it_computes_nothing_at_its
     assert scaled.ratio_after == pytest.approx(1, rel=1e-3)
 
 
-def test_the_ratio_is_that_of_the_diagnostics() -> None:
-    """Image embeddings over the vocabulary's mean norm, on a decoder that doesn't multiply its input."""
-    model = build("llava-clip")
-    scaled = scale_projector(model, FamilyPictures(FAMILIES["llava-clip"]))
-    assert scaled.ratio_after == pytest.approx(1, rel=1e-5)
-
-    record = record_sample(model, inputs("llava-clip"))
-    image_norm = record.layer_norms[0][record.tokens.visual].mean().item()
-    target = text_norm_target(vocabulary_norms(model))
-    assert image_norm / target == pytest.approx(1, rel=0.3)  # another picture than those that were measured
-
-
 @pytest.fixture
 def llava(make_model_folder: Callable[..., Path]) -> tuple[PreTrainedModel, Any]:
     """A small NormLlava without a norm, and its processor."""
     folder = make_model_folder(projector_norm="none")
     return AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+
+
+def test_the_ratio_is_that_of_the_diagnostics(llava: tuple[PreTrainedModel, Any]) -> None:
+    model, processor = llava
+    pictures = [Image.new("RGB", (60, 40), colour) for colour in ("red", "white", "black")]
+    (report,) = measure(model, processor, pictures).report.models
+    scaled = scale_projector(model, processor, pictures)
+    assert scaled.ratio_before == pytest.approx(report.summary.look("ratio_to_vocabulary").mean, rel=1e-5)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -166,6 +163,23 @@ def test_with_peft_the_base_and_the_trained_copy_are_scaled(llava: tuple[PreTrai
     assert {name.removeprefix("base_model.model.") for name in changed} == set(scaled.parameters)
     for name in changed:
         torch.testing.assert_close(after[name], scaled.factor * before[name])
+
+
+def test_lora_on_the_projector_is_told(llava: tuple[PreTrainedModel, Any]) -> None:
+    model, processor = llava
+    adapted = get_peft_model(model, LoraConfig(target_modules=["linear_2"]))
+    with pytest.raises(UserError, match="The projector has LoRA adapters: scale the model before adapters are added"):
+        scale_projector(adapted, processor)
+
+
+def test_embeddings_that_are_not_finite_are_refused(llava: tuple[PreTrainedModel, Any]) -> None:
+    model, processor = llava
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_1.weight[0, 0] = torch.nan
+    before = weights_of(model)
+    with pytest.raises(UserError, match="Image embeddings have nan times the norm of text"):
+        scale_projector(model, processor)
+    assert all(torch.equal(p.nan_to_num(), before[name].nan_to_num()) for name, p in model.named_parameters())
 
 
 class NormedProjector(nn.Module):
@@ -228,11 +242,13 @@ def test_weights_that_cannot_be_multiplied_are_refused(llava: tuple[PreTrainedMo
         scale_projector(model, processor)
 
     linear.weight = nn.Parameter(torch.empty(0))  # as DeepSpeed's ZeRO-3 leaves it
-    with pytest.raises(UserError, match=r"linear_2.weight is sharded: scale the model before it is given to the"):
+    with pytest.raises(UserError, match=r"linear_2.weight is sharded: scale it in a process of its own, save it, and"):
         scale_projector(model, processor)
-    with torch.device("meta"), pytest.raises(UserError, match="The model is on the meta device, without data"):
+    with torch.device("meta"), pytest.raises(UserError, match="The model has no data in this process"):
         scale_projector(AutoModelForImageTextToText.from_config(model.config), processor)
 
+    with pytest.raises(UserError, match="pictures is empty"):
+        scale_projector(build("llava-clip"), FamilyPictures(FAMILIES["llava-clip"]), pictures=[])
     with pytest.raises(UserError, match="target_ratio 0: it is a number above 0"):
         scale_projector(model, processor, target_ratio=0)
 

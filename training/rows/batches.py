@@ -93,7 +93,10 @@ def deal_rows(
 
     accumulation_steps = args.gradient_accumulation_steps
     if run_args.global_batch_size is not None:
-        accumulation_steps = run_args.global_batch_size // (args.per_device_train_batch_size * args.world_size)
+        accumulation_steps, rest = divmod(
+            run_args.global_batch_size, args.per_device_train_batch_size * args.world_size
+        )
+        assert rest == 0  # `fit_batch_size` has seen to it
     if isinstance(rows, IterableDataset):
         return None, accumulation_steps
 

@@ -67,7 +67,7 @@ class Batches(Sampler[list[int]]):
 
 
 # The default of `per_device_train_batch_size`.
-DEFAULT_BATCH_SIZE = TrainingConfig.__dataclass_fields__["per_device_train_batch_size"].default
+DEFAULT_BATCH_SIZE: int = TrainingConfig.per_device_train_batch_size
 
 
 def deal_rows(

@@ -27,7 +27,7 @@ class NormMonitor:
 
     - `norm/image`, `norm/text`: L2 norms of image and of text embeddings; `norm/ratio`: the first over the second.
     - `turning/image`, `turning/text`: 1 − cosine of a token before and after the first layer, which says how far the
-      layer turns it (arXiv 2512.08374, Fig. 3).
+      layer turns it.
 
     Special tokens and padding are left out; newline features, as LLaVA-NeXT has them, count as image embeddings. In
     other steps the hooks touch no tensor.

@@ -99,8 +99,8 @@ def scale_projector(
     computes last before the decoder's first layer is scaled. Then the embeddings are measured again, and each must be
     multiplied by the factor. The saved model is loaded by its own class, without this package.
 
-    Adapters name, and TRL's reference models are loaded from, the folder that a model came from. So save the scaled
-    model, and train from its folder.
+    Save the scaled model, and train from its folder: a LoRA adapter names the folder of its model, and TRL's DPO loads
+    its reference model from there.
 
     Args:
         model: A vision-language model, or the `PeftModel` around it.

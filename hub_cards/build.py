@@ -31,7 +31,7 @@ from hub_cards.contents import (
 from hub_cards.facts import collect_facts, is_hub_id
 from hub_cards.licences import APACHE, Licence, choose_licence
 from hub_cards.model_folder import ModelFolder
-from hub_cards.plain import as_llava_index, as_llava_settings, copy_as_llava
+from hub_cards.plain import copy_with_release_names, index_with_release_names
 from hub_cards.release import Release, read_release
 from hub_cards.weights import Weights
 from normllava.conversations.loading import load_rows
@@ -241,14 +241,14 @@ def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
 def copy_checkpoint(model: ModelFolder, folder: Path) -> None:
     """Copy the weights, the tokenizer and the settings. The settings lose the names of this machine's folders.
 
-    The weights and settings of a plain Llava are written in the form of transformers' own Llava.
+    The weights of a plain Llava get the names of the first Llava checkpoints.
     """
     run = model.path
     vision_type = model.settings["vision_config"]["model_type"]
     weight_files = list(model.weights.file_hashes)  # the hashes are by the files' names
     for name in weight_files:
         if model.is_plain_llava:
-            copy_as_llava(run / name, folder, vision_type)
+            copy_with_release_names(run / name, folder, vision_type)
         else:
             shutil.copy(run / name, folder)
 
@@ -260,10 +260,8 @@ def copy_checkpoint(model: ModelFolder, folder: Path) -> None:
         if not (run / name).exists():
             continue
         settings = without_local_names(read_json(run / name))
-        if model.is_plain_llava and name == "config.json":
-            settings = as_llava_settings(settings)
         if model.is_plain_llava and name == WEIGHTS_INDEX:
-            settings = as_llava_index(settings, vision_type)
+            settings = index_with_release_names(settings, vision_type)
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (folder / name).write_text(text + "\n", encoding="utf-8")
 

@@ -135,7 +135,7 @@ def render_card(
         licence=licence,
         prose=prose,
         norm_layer=describe_norm_layer(config),
-        has_norm_layer=config["projector_norm"] != "none",
+        has_norm_layer=norm_name(config) != "none",
         key_adapter_rank=config.get("key_adapter_rank"),
         parts=list_parts(facts, prose),
         total=format_count(total_weights),
@@ -211,9 +211,14 @@ def choose_question(widgets: list[Widget]) -> str:
     return question_part["text"]
 
 
+def norm_name(config: dict[str, Any]) -> str:
+    """The config's `projector_norm`, which is "none" for a Llava."""
+    return config.get("projector_norm", "none")
+
+
 def describe_norm_layer(config: dict[str, Any]) -> str:
     """The norm layer that follows the projector, in words."""
-    name = config["projector_norm"]
+    name = norm_name(config)
     return NORM_LAYERS.get(name, f"a norm (`projector_norm: {name}`)")
 
 
@@ -239,7 +244,7 @@ def describe_pictures(facts: Facts) -> str:
 def describe_initialization(facts: Facts) -> str:
     """Sentences on how the projector and the norm layer after it were initialized."""
     sentences = [describe_initial_l2_norm(facts)]
-    if facts.model.settings.get("projector_aligned"):
+    if facts.composed.get("projector_aligned"):
         sentences.append(
             "Before training, the projector learned to point image tokens at the language model's own embeddings of "
             "captions (`training/composing/align.py`), which is not part of the paper."
@@ -250,9 +255,9 @@ def describe_initialization(facts: Facts) -> str:
 def describe_initial_l2_norm(facts: Facts) -> str:
     """Sentences on the L2 norm that image tokens had before training."""
     config = facts.model.settings
-    if config["projector_norm"] == "none":
+    if norm_name(config) == "none":
         text = "This model has no norm after the projector."
-        if config.get("projector_scaled"):
+        if facts.composed.get("projector_scaled"):
             text += (
                 " Its projector was scaled before training, so that image tokens started at the mean L2 norm of text "
                 "tokens."
@@ -280,8 +285,8 @@ def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
     new_part = "new in this model"
     vision_origin = describe_part_origin(facts.vision_model, prose.vision_encoder)
     text_origin = describe_part_origin(facts.text_model, prose.language_model)
-    projector_origin = "a Llava checkpoint" if facts.model.settings.get("llava_name_or_path") else new_part
-    norm_origin = "none" if facts.model.settings["projector_norm"] == "none" else new_part
+    projector_origin = describe_projector_origin(facts, new_part)
+    norm_origin = "none" if norm_name(facts.model.settings) == "none" else new_part
 
     counts = facts.model.weights.counts
     num_text_weights = counts["language_model"] + counts["lm_head"]
@@ -294,6 +299,15 @@ def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
     if facts.model.settings.get("key_adapter_rank"):
         rows.append(("key adapters in it", new_part, format_count(counts["key_adapter"])))
     return rows
+
+
+def describe_projector_origin(facts: Facts, new_part: str) -> str:
+    """Where the projector comes from, for a cell of a table. `new_part` says that it is new in this model."""
+    if facts.composed.get("llava_name_or_path"):
+        return "a Llava checkpoint"
+    if facts.parent is not None:
+        return f"[{facts.parent}](https://huggingface.co/{facts.parent})"
+    return new_part if facts.composed else f"origin {NOT_RECORDED}"
 
 
 def describe_part_origin(hub_id: str | None, part_prose: str) -> str:
@@ -316,7 +330,7 @@ def describe_part_origin(hub_id: str | None, part_prose: str) -> str:
 def describe_origins(facts: Facts, prose: Prose) -> str:
     """Sentences on what the model was made from."""
     sentences = []
-    if facts.model.settings.get("llava_name_or_path"):
+    if facts.composed.get("llava_name_or_path"):
         sentences.append("Converted from a Llava checkpoint.")
     if facts.parent is not None:
         sentences.append(f"Trained further from {facts.parent}.")

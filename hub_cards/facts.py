@@ -6,10 +6,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from transformers import LlavaConfig
+
 from hub_cards.contents import read_json
 from hub_cards.history import TrainingStage, collect_stages
-from hub_cards.model_folder import ModelFolder, model_type_error
-from modeling_normllava import NormLlavaConfig
+from hub_cards.model_folder import ModelFolder
 from normllava.diagnostics.report import with_interval
 from normllava.diagnostics.table import Summary
 from normllava.errors import UserError
@@ -28,6 +29,7 @@ class Facts:
 
     Attributes:
         model: The model's folder.
+        composed: How the model was composed before its first stage, as [`read_composed`] returns it.
         text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
             if neither is known.
         vision_model: Hub id of the vision encoder, or of the Llava checkpoint that the model was converted from;
@@ -41,6 +43,7 @@ class Facts:
     """
 
     model: ModelFolder
+    composed: dict[str, Any]
     text_model: str | None
     vision_model: str | None
     parent: str | None
@@ -74,51 +77,63 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
             measured with other weights.
     """
     model = ModelFolder(run)
-    if not isinstance(model.config, NormLlavaConfig):
-        raise model_type_error(run, model.config)
+    assert isinstance(model.config, LlavaConfig)  # it is read first, since its errors say what to give instead
     stages = collect_stages(run)
+    composed = read_composed(run)
     weights_hash = fingerprint(model.weights.file_hashes)
     return Facts(
         model=model,
-        text_model=find_part_id(model.settings, "text", text_model),
-        vision_model=find_part_id(model.settings, "vision", vision_model),
+        composed=composed,
+        text_model=find_part_id(model.settings, composed, "text", text_model),
+        vision_model=find_part_id(model.settings, composed, "vision", vision_model),
         parent=find_parent(stages),
         stages=stages,
-        has_whole_history=is_whole_history(model.settings, stages),
+        has_whole_history=is_whole_history(composed, stages),
         evaluations=read_evaluations(run / EVALUATION_FILE, weights_hash),
         diagnostics=read_diagnostics(run / "diagnostics" / "report.json", weights_hash),
     )
 
 
-def find_part_id(config: dict[str, Any], part: str, given_id: str | None) -> str | None:
-    """Hub id of a part: the id that the config records or, if it records none, the id that the user gives.
+def read_composed(run: Path) -> dict[str, Any]:
+    """What a run's record says of how the model was composed before its first stage; empty if it says nothing.
+
+    The fields are those of [`~training.folders.run.Composed`].
+    """
+    record_file = run / "run.json"
+    record = read_json(record_file) if record_file.exists() else {}
+    return record.get("composed") or {}
+
+
+def find_part_id(config: dict[str, Any], composed: dict[str, Any], part: str, given_id: str | None) -> str | None:
+    """Hub id of a part: the id that the run's files record or, if they record none, the id that the user gives.
 
     Args:
         config: The content of config.json.
+        composed: What [`read_composed`] returns.
         part: "text" or "vision".
         given_id: The id that the user gives.
 
     Raises:
-        UserError: if the given id is no Hub id, or the config records another id.
+        UserError: if the given id is no Hub id, or another id is recorded.
     """
     if given_id is not None and not is_hub_id(given_id):
         raise UserError(f"--{part}_model {given_id!r} is not owner/name.")
 
-    recorded_id = read_recorded_id(config, part)
+    recorded_id = read_recorded_id(config, composed, part)
     if recorded_id is None:
         return given_id
     if given_id is not None and given_id != recorded_id:
-        raise UserError(f"--{part}_model is {given_id}, but config.json records {recorded_id}. Omit the option.")
+        raise UserError(f"--{part}_model is {given_id}, but {recorded_id} is recorded. Omit the option.")
     return recorded_id
 
 
-def read_recorded_id(config: dict[str, Any], part: str) -> str | None:
+def read_recorded_id(config: dict[str, Any], composed: dict[str, Any], part: str) -> str | None:
     """The recorded Hub id of the Llava checkpoint that the model was converted from, or else of the part.
 
-    The result is `None` if the config records neither.
+    The result is `None` if neither is recorded.
     """
     part_config = config.get(f"{part}_config", {})
-    for name in (config.get("llava_name_or_path"), part_config.get("_name_or_path")):
+    for name in (composed.get("llava_name_or_path"), part_config.get("_name_or_path")):
         if name is not None and is_hub_id(name):
             return name
     return None
@@ -142,13 +157,15 @@ def find_parent(stages: list[TrainingStage]) -> str | None:
     return None if is_folder else start_model
 
 
-def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
+def is_whole_history(composed: dict[str, Any], stages: list[TrainingStage]) -> bool:
     """Whether `stages` holds all training of the model since its parts were joined."""
     # No file records how a Llava checkpoint was trained. Nor how the aligned start trained the projector, which isn't
     # a stage.
-    if config.get("llava_name_or_path") or config.get("projector_aligned"):
+    if not stages or composed.get("llava_name_or_path") or composed.get("projector_aligned"):
         return False
-    return len(stages) > 0 and stages[0].name == "align" and find_parent(stages) is None
+    starts_untrained = stages[0].start_model is not None and Path(stages[0].start_model, "composed.json").exists()
+    is_first_stage = stages[0].name == "align" and find_parent(stages) is None
+    return starts_untrained or is_first_stage
 
 
 def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:

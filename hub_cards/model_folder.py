@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, LlavaConfig, PreTrainedConfig
+from transformers import AutoConfig, LlavaConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from hub_cards.contents import CLASS_FOLDER, read_json
-from hub_cards.plain import computes_like_llava
 from hub_cards.weights import Weights, read_weights
 from modeling_normllava import NormLlavaConfig, NormLlavaProcessor
 from normllava.errors import UserError
@@ -74,7 +73,9 @@ class ModelFolder:
         except (OSError, ValueError, StrictDataclassError) as error:
             raise UserError(f"{path} can't be read: {error}") from error
         if not isinstance(config, LlavaConfig):
-            raise model_type_error(self.path, config)
+            raise UserError(
+                f"{path}: model_type is {config.model_type!r}, and only a NormLlava or a Llava can be published."
+            )
         return config
 
     @property
@@ -84,8 +85,8 @@ class ModelFolder:
 
     @property
     def is_plain_llava(self) -> bool:
-        """Whether the model computes the same with transformers' own classes as with NormLlava's."""
-        return computes_like_llava(self.config, self.processor)
+        """Whether the model is transformers' own Llava, which needs no code."""
+        return not isinstance(self.config, NormLlavaConfig)
 
     @property
     def auto_maps(self) -> dict[str, dict[str, str]]:
@@ -93,7 +94,7 @@ class ModelFolder:
 
         Files that need no `auto_map` are left out, so the result is empty for a model of transformers' own classes.
         """
-        if not isinstance(self.config, NormLlavaConfig):
+        if self.is_plain_llava:
             return {}
 
         # The folder's config may name another version's class files. A new config names this version's.
@@ -121,9 +122,3 @@ class ModelFolder:
                 imported_files = get_relative_import_files(file)
                 files.update(Path(path) for path in imported_files)
         return sorted(files)
-
-
-def model_type_error(folder: Path, config: PreTrainedConfig) -> UserError:
-    """The error for a folder with a model of another type."""
-    path = folder / "config.json"
-    return UserError(f"{path}: model_type is {config.model_type!r}, and only a NormLlava can be published.")

@@ -17,6 +17,8 @@ from normllava.files import WEIGHT_FILES, sha256
 
 # How the names of the norm's tensors begin. The norm follows the projector.
 NORM_PREFIX = "model.multi_modal_projector.norm."
+# How the name of the head's tensor begins in a Llava's file.
+LLAVA_HEAD = "language_model.lm_head."
 # What the names of key adapters' tensors contain. Key adapters are low-rank adapters of the decoder's keys.
 KEY_ADAPTER = ".key_adapter."
 
@@ -93,4 +95,6 @@ def name_part(tensor_name: str) -> str:
         return "norm"
     if KEY_ADAPTER in tensor_name:
         return "key_adapter"
+    if tensor_name.startswith(LLAVA_HEAD):
+        return "lm_head"
     return tensor_name.removeprefix("model.").split(".")[0]

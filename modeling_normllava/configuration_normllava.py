@@ -13,11 +13,7 @@ ProjectorNorm = Literal["gwc", "layernorm", "none"]
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
-    Configuration of a NormLlava model: [`LlavaConfig`] with the settings of the norm and of merged patches, and with
-    three records of how the model began.
-
-    The records are for the model's card. They are kept in the config, because only the config stays with a model
-    from composing, through each training stage, to the release.
+    Configuration of a NormLlava model: [`LlavaConfig`] with the settings of the norm and of merged patches.
 
     Args:
         projector_norm (`str`, *optional*, defaults to `"gwc"`):
@@ -31,12 +27,6 @@ class NormLlavaConfig(LlavaConfig):
         spatial_merge_size (`int`, *optional*, defaults to 1):
             Each square of neighbouring patches becomes one image token, as in Qwen2-VL. `spatial_merge_size` is the
             square's side in patches: 2 makes 144 tokens of 24 x 24 patches, and 1 makes a token of each patch.
-        projector_scaled (`bool`, *optional*, defaults to `False`):
-            Record: whether a new projector without a norm was scaled so that image tokens started at T.
-        projector_aligned (`bool`, *optional*, defaults to `False`):
-            Record: whether the new projector was first aligned with the embeddings of captions' text.
-        llava_name_or_path (`str`, *optional*):
-            Record: the Hub id or folder of the Llava checkpoint that this model was converted from, if it was.
     """
 
     model_type = "normllava"
@@ -45,10 +35,6 @@ class NormLlavaConfig(LlavaConfig):
     projector_norm_target: float | int | None = None
     projector_norm_eps: float = 1e-5
     spatial_merge_size: int = 1
-
-    projector_scaled: bool = False
-    projector_aligned: bool = False
-    llava_name_or_path: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

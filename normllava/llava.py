@@ -1,8 +1,11 @@
-"""Adds the paper's norm to a Llava in memory."""
+"""Turns a Llava into a NormLlava with the paper's norm, and a NormLlava that has none into a Llava, in memory."""
 
+import dataclasses
 from typing import Any
 
-from transformers import LlavaForConditionalGeneration
+import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers.initialization import no_init_weights
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from normllava.errors import UserError
@@ -40,7 +43,6 @@ def add_norm(
         "model_type": NormLlavaConfig.model_type,
         "projector_norm": projector_norm,
         "projector_norm_target": target,
-        "llava_name_or_path": model.name_or_path or None,
         "_name_or_path": "",  # or adapters and reference models would be made from the Llava
     }
     config = NormLlavaConfig.from_dict(fields, attn_implementation=model.config._attn_implementation)
@@ -54,3 +56,32 @@ def add_norm(
     for module in (with_norm, with_norm.model, with_norm.model.multi_modal_projector):
         module.training = model.training  # the Llava's own modules keep their modes
     return with_norm
+
+
+def as_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
+    """transformers' own Llava with the parts of a NormLlava that adds nothing to it. They share all weights.
+
+    Args:
+        model: A NormLlava without a norm, merged patches and key adapters.
+    """
+    fields = model.config.to_dict() | {"model_type": LlavaConfig.model_type}
+    for name in added_fields(model.config):
+        del fields[name]
+    del fields["auto_map"]
+    config = LlavaConfig.from_dict(fields, attn_implementation=model.config._attn_implementation)
+
+    with torch.device("meta"), no_init_weights():
+        llava = LlavaForConditionalGeneration(config)
+    llava.model.vision_tower = model.model.vision_tower
+    llava.model.multi_modal_projector.linear_1 = model.model.multi_modal_projector.linear_1
+    llava.model.multi_modal_projector.linear_2 = model.model.multi_modal_projector.linear_2
+    llava.model.language_model = model.model.language_model
+    llava.lm_head = model.lm_head
+    llava.generation_config = model.generation_config
+    return llava.train(model.training)
+
+
+def added_fields(config: LlavaConfig) -> set[str]:
+    """The names of the fields that a config's class adds to Llava's."""
+    llava_fields = {field.name for field in dataclasses.fields(LlavaConfig)}
+    return {field.name for field in dataclasses.fields(config)} - llava_fields

@@ -1,4 +1,4 @@
-"""Add key adapters to a NormLlava. The model's outputs don't change until the adapters are trained.
+"""Add key adapters to a NormLlava or a Llava. The model's outputs don't change until the adapters are trained.
 
     python training/add_key_adapters.py --model checkpoints/stage1 --rank 16 --output_dir checkpoints/stage1-keys
 
@@ -13,25 +13,23 @@ from pathlib import Path
 from normllava.command_line import command, new_folder, parse
 
 import torch
+from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration
 
-from modeling_normllava import (
-    NormLlavaForConditionalGeneration,
-    NormLlavaKeyAdapterConfig,
-    NormLlavaKeyAdapterForConditionalGeneration,
-)
+from modeling_normllava import NormLlavaKeyAdapterConfig, NormLlavaKeyAdapterForConditionalGeneration
 from normllava.errors import errors_named_after
 from normllava.files import let_others_read
+from normllava.llava import add_norm
 from training.folders.checkpoints import copy_record
 from training.folders.loading import load_config, load_processor
 
 
 def add_key_adapters(
-    model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
+    model: LlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
     """A model with key adapters. It is made of the given model's modules, whose decoder gets the adapters too.
 
     Args:
-        model: The model without key adapters.
+        model: The model without key adapters, a NormLlava or a Llava.
         rank: The rank of the updates.
         alpha: The updates are scaled by alpha / rank.
         dropout: The dropout on the input of the updates, in training.
@@ -40,6 +38,8 @@ def add_key_adapters(
     Raises:
         ValueError: if the decoder can't have key adapters, or has them already.
     """
+    if type(model) is LlavaForConditionalGeneration:
+        model = add_norm(model, "none")
     adapter_fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
     config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | adapter_fields)
     config._attn_implementation = model.config._attn_implementation  # to_dict() leaves this field out
@@ -63,9 +63,9 @@ def add_key_adapters(
 def build_parser() -> argparse.ArgumentParser:
     """The options of the command line."""
     parser = argparse.ArgumentParser(
-        description="Add key adapters to a NormLlava.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Add key adapters to a model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="NormLlava: folder or Hub id")
+    parser.add_argument("--model", required=True, help="folder or Hub id of a NormLlava or a Llava")
     parser.add_argument("--output_dir", required=True, type=new_folder, help="folder to write")
     parser.add_argument("--rank", type=int, default=16, help="rank of the updates")
     parser.add_argument("--alpha", type=float, default=32, help="the updates are scaled by alpha / rank")
@@ -78,9 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = parse(build_parser(), argv)
-    load_config(options.model)  # raises a UserError if this is no NormLlava
+    load_config(options.model)  # raises a UserError if this is neither a NormLlava nor a Llava
     with errors_named_after(options.model):
-        model = NormLlavaForConditionalGeneration.from_pretrained(options.model, dtype="auto")
+        model = AutoModelForImageTextToText.from_pretrained(options.model, dtype="auto")
         adapted_model = add_key_adapters(model, options.rank, options.alpha, options.dropout, options.seed)
     adapted_model.save_pretrained(options.output_dir)
     load_processor(options.model).save_pretrained(options.output_dir)

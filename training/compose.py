@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import normllava.projector
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaProcessor
+from modeling_normllava import NormLlavaConfig, NormLlavaProcessor
 from modeling_normllava.configuration_normllava import ProjectorNorm
 from normllava.conversations.chat_template import chat_format, find_format, holds_pictures, write_template
 from normllava.conversations.loading import load_rows
@@ -39,7 +39,7 @@ from normllava.errors import UserError, errors_named_after
 from normllava.files import let_others_read
 from normllava.hooks import InterfaceHooks
 from normllava.inputs import noise_pictures
-from normllava.llava import add_norm
+from normllava.llava import add_norm, as_llava
 from normllava.norms import text_norm_target, token_norms, vocabulary_norms
 from normllava.parts import vision_tokens
 from training.composing.align import align
@@ -57,6 +57,7 @@ from training.composing.backbones import (
     require_whole_squares,
     tiling_processor,
 )
+from training.folders.run import Composed
 
 
 logger = logging.getLogger(__name__)
@@ -75,10 +76,11 @@ def compose(
     center_crop: bool = False,
     spatial_merge_size: int = 1,
     max_tiles: int = 1,
-) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava made of a vision encoder, a language model and a new projector; and the NormLlava's processor.
+) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
+    """A model made of a vision encoder, a language model and a new projector; and the model's processor.
 
-    Below, T is the mean L2 norm of text embeddings at the decoder's input.
+    The model is transformers' own Llava if that computes the same, and otherwise a NormLlava. Below, T is the mean L2
+    norm of text embeddings at the decoder's input.
 
     Args:
         vision_model_path, text_model_path: Folders or Hub ids of the parts.
@@ -169,14 +171,10 @@ def compose(
     complete_generation(model, tokenizer, chat.end_of_turn)
     try_picture(model, processor)
     if scale_projector:
-        scale_once(model, processor)
-    return model, processor
+        logger.info("%s", normllava.projector.scale_projector(model, processor))
 
-
-def scale_once(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
-    """Scale a projector without a norm, so that image tokens start at T, and record it."""
-    logger.info("%s", normllava.projector.scale_projector(model, processor))
-    model.config.projector_scaled = True
+    is_plain = projector_norm == "none" and spatial_merge_size == 1 and max_tiles == 1
+    return (as_llava(model) if is_plain else model), processor
 
 
 def convert_llava(
@@ -186,11 +184,11 @@ def convert_llava(
     align_norm: bool = True,
     scale_projector: bool = False,
     norm_target_ratio: float = 1.0,
-) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava with the weights of a Llava checkpoint and a new norm layer; and the NormLlava's processor.
+) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
+    """A model with the weights of a Llava checkpoint and a new norm layer; and the model's processor.
 
-    Arguments are those of [`compose`]. The checkpoint is loaded by transformers' Llava class, which also reads legacy
-    names of weights.
+    Without a norm it stays transformers' own Llava. Arguments are those of [`compose`]. The checkpoint is loaded by
+    transformers' Llava class, which also reads legacy names of weights.
 
     Raises:
         UserError: if the checkpoint isn't a Llava (a NormLlava is refused too, since it has a norm layer already), if
@@ -219,9 +217,10 @@ def convert_llava(
     if llava.config.vision_feature_select_strategy == "default":
         num_features -= 1  # "default" leaves out the first feature
 
-    model = add_norm(llava, projector_norm, norm_target_ratio if align_norm else None)
+    model: LlavaForConditionalGeneration = llava
+    if projector_norm != "none":
+        model = add_norm(llava, projector_norm, norm_target_ratio if align_norm else None)
     model.config.image_seq_length = num_features
-    model.config.llava_name_or_path = absolute_or_id(llava_model_path)
 
     # Make the processor, and try the model with it.
     image_token = old_processor.image_token
@@ -230,7 +229,7 @@ def convert_llava(
     complete_generation(model, tokenizer, end_of_turn)
     try_picture(model, processor)
     if scale_projector:
-        scale_once(model, processor)
+        logger.info("%s", normllava.projector.scale_projector(model, processor))
     return model, processor
 
 
@@ -302,7 +301,7 @@ def require_fitting_tiles(max_tiles: int, center_crop: bool) -> None:
 
 
 def make_processor(
-    model: NormLlavaForConditionalGeneration,
+    model: LlavaForConditionalGeneration,
     image_processor: BaseImageProcessor,
     tokenizer: PreTrainedTokenizerBase,
     image_token: str,
@@ -324,7 +323,7 @@ def make_processor(
 
     # The processor counts image tokens as if each stood for one patch. An image token stands for a square of patches,
     # so the processor gets the size of this square.
-    patch_size = model.config.vision_config.patch_size * model.config.spatial_merge_size
+    patch_size = model.config.vision_config.patch_size * getattr(model.config, "spatial_merge_size", 1)
     processor_class = NormLlavaProcessor if cuts_tiles(image_processor) else LlavaProcessor
     return processor_class(
         image_processor=image_processor,
@@ -338,7 +337,7 @@ def make_processor(
 
 
 def complete_generation(
-    model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, end_of_turn: str
+    model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, end_of_turn: str
 ) -> None:
     """Let the model stop generating at the end of an answer, and never generate an image token.
 
@@ -366,7 +365,7 @@ def complete_generation(
 
 
 @torch.no_grad()
-def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
+def try_picture(model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
     """Pass a picture through processor and model, and check that they fit together.
 
     Raises:
@@ -398,7 +397,7 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
 
 
 @torch.no_grad()
-def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
+def interface_norms(model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
     """Mean L2 norms of embeddings from the vision encoder to the decoder, on eight pictures of seeded noise.
 
     Returns:
@@ -422,7 +421,7 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
     return norms
 
 
-def describe_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
+def describe_model(model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
     """The text that the command prints: a table of mean norms and their ratios to the text's norm, then settings."""
     norms = interface_norms(model, processor)
     labels = {  # by the keys of `norms`
@@ -440,8 +439,9 @@ def describe_model(model: NormLlavaForConditionalGeneration, processor: LlavaPro
     config = model.config
     unit = "tile" if cuts_tiles(processor.image_processor) else "picture"
     chat = find_format(processor.tokenizer, processor.chat_template)
+    norm = getattr(config, "projector_norm", "none")
     lines.append(
-        f"projector norm: {config.projector_norm}, image token: {processor.image_token} ({config.image_token_id}), "
+        f"projector norm: {norm}, image token: {processor.image_token} ({config.image_token_id}), "
         f"{config.image_seq_length} tokens a {unit}, chat format: {chat.name if chat else 'its own'}"
     )
     lines.append(describe_shapes(processor.image_processor))
@@ -535,6 +535,15 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def describe_composing(options: argparse.Namespace) -> Composed:
+    """The record of what these options did to the model."""
+    return Composed(
+        projector_scaled=options.scale_projector,
+        projector_aligned=options.captions is not None,
+        llava_name_or_path=None if options.llava_model is None else absolute_or_id(options.llava_model),
+    )
+
+
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command with `argv`, by default the command line."""
@@ -568,6 +577,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logger.info("%s", describe_model(model, processor))
     model.save_pretrained(options.output_dir)
     processor.save_pretrained(options.output_dir)
+    describe_composing(options).write(options.output_dir)
     let_others_read(options.output_dir)
     logger.info("Saved to %s", options.output_dir)
 

@@ -16,9 +16,8 @@ from normllava.command_line import command, new_folder, parse
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration
 
-from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.errors import UserError, errors_named_after
 from normllava.files import let_others_read
 from training.folders.checkpoints import check_weights, copy_record
@@ -29,7 +28,7 @@ from training.folders.run import check_start_weights, start_weights
 logger = logging.getLogger(__name__)
 
 
-def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGeneration:
+def merge(adapter: Path, base: str | None = None) -> LlavaForConditionalGeneration:
     """The base model with an adapter merged in.
 
     Args:

@@ -21,11 +21,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from transformers import AutoModelForImageTextToText, Trainer
+from transformers import AutoModelForImageTextToText, LlavaConfig, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
-from modeling_normllava import NormLlavaConfig
 from normllava.errors import UserError
 from normllava.parts import find_decoder
 from training.folders.loading import load_config, prepare_model
@@ -171,7 +170,7 @@ def describe_time(seconds: float) -> str:
 
 
 def plan_step(
-    config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int = 1
+    config: LlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int = 1
 ) -> StepPlan:
     """The plan of a step, measured in some steps without data. Frozen weights have the dtype that they have on a GPU.
 
@@ -214,7 +213,7 @@ def plan_step(
     )
 
 
-def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch) -> None:
+def check_plan(config: LlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch) -> None:
     """Check that a step can be planned.
 
     Raises:
@@ -228,7 +227,7 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
         raise UserError(f"optim {args.optim.value} isn't planned, only {', '.join(PLANNED_OPTIMIZERS)}.")
 
 
-def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig) -> tuple[Any, Any]:
+def build_model(config: LlavaConfig, run_args: RunArguments, args: TrainingConfig) -> tuple[Any, Any]:
     """The model without data, and the model that is trained: the same model, or a `PeftModel` around it."""
     frozen_dtype = torch.bfloat16 if args.bf16 else torch.float32
     with torch.device("meta"), no_init_weights():

@@ -25,8 +25,8 @@ from typing import Any
 from normllava.command_line import command
 
 import torch
+from transformers import LlavaConfig
 
-from modeling_normllava import NormLlavaConfig
 from normllava.conversations.chat_template import plain_template
 from normllava.conversations.measured import RowCheck
 from normllava.conversations.sources import find_source
@@ -43,11 +43,13 @@ from training.folders.checkpoints import (
 )
 from training.folders.loading import load_base, load_config, load_processor, prepare_model
 from training.folders.run import (
+    Composed,
     Run,
     check_same_run,
     check_start_weights,
     describe_environment,
     describe_run,
+    read_composed,
     start_weights,
 )
 from training.loop.trainer import NormLlavaTrainer
@@ -162,7 +164,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     # Load the model.
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
-    run = run.with_start_weights(find_start_weights(run_args, stage, checkpoint))
+    run = run.with_start(find_start_weights(run_args, stage, checkpoint), find_composed(run_args, checkpoint))
     trained_model, module_groups = prepare_model(model, run_args, args, frozen_dtype=args.frozen_dtype)
     if checkpoint is not None:
         check_weights(checkpoint, trained_model)
@@ -207,7 +209,14 @@ def find_start_weights(run_args: RunArguments, stage: Stage, checkpoint: Path | 
     return Run.read(checkpoint).start_weights
 
 
-def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLlavaConfig) -> RowTokenizer:
+def find_composed(run_args: RunArguments, checkpoint: Path | None) -> Composed | None:
+    """How the model of the first stage was composed. A resumed run takes it from its checkpoint."""
+    if checkpoint is not None:
+        return Run.read(checkpoint).composed
+    return read_composed(str(run_args.model_name_or_path))
+
+
+def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: LlavaConfig) -> RowTokenizer:
     """The tokenizer of rows: in LLaVA's "plain" format for stage "align", by the chat template for other stages."""
     processor = load_processor(str(run_args.model_name_or_path), run_args.model_revision)
     check_tiles(run_args, processor.image_processor)

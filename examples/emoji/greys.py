@@ -19,11 +19,18 @@ import numpy as np
 import pandas as pd
 import torch
 from PIL import Image
-from transformers import AutoProcessor, SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel, set_seed
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlavaForConditionalGeneration,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    set_seed,
+)
 
 from examples.digits.quickstart import RUN as DIGITS
 from examples.emoji.parts import RUN as EMOJI
-from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.hooks import InterfaceHooks
 from training.compose import compose
 
@@ -64,7 +71,7 @@ def share_told_apart(tokens: torch.Tensor, levels: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def measure(name: str, model: NormLlavaForConditionalGeneration, processor: Any) -> list[dict[str, Any]]:
+def measure(name: str, model: LlavaForConditionalGeneration, processor: Any) -> list[dict[str, Any]]:
     """Rows of the table for a model: before its LayerNorm, if it has one, and as the decoder gets the tokens."""
     pictures, levels = make_pictures(model.config.vision_config.image_size)
     pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
@@ -120,7 +127,7 @@ def main() -> None:
         model, processor = compose(str(vision), str(text), projector_norm="gwc", vision_feature_layer=-1)
         rows += measure(f"{name}, new projector", model, processor)
     for folder in options.trained:
-        model = NormLlavaForConditionalGeneration.from_pretrained(folder)
+        model = AutoModelForImageTextToText.from_pretrained(folder)
         rows += measure(folder, model, AutoProcessor.from_pretrained(folder))
     logger.info("%s", pd.DataFrame(rows).to_string(index=False, float_format="%.1f"))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from transformers import AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from examples.emoji import evaluate
 from examples.emoji.pictures import Record
@@ -32,18 +32,18 @@ from script_runs import FAST, INSTRUCT, dump_recipe
 def test_all_arms_start_from_the_shared_projector(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
     # A seed's shared start. Its file says that the projector's second layer was divided by k = 4.
     model_folder = make_model_folder(projector_norm="none")
-    shared = NormLlavaForConditionalGeneration.from_pretrained(model_folder)
+    shared = LlavaForConditionalGeneration.from_pretrained(model_folder)
     shared.save_pretrained(tmp_path)
     AutoProcessor.from_pretrained(model_folder).save_pretrained(tmp_path)
     (tmp_path / START_FILE).write_text(json.dumps({"seed": 1, "k": 4.0}))
     features = torch.randn(2, 4, 24)  # [num_pictures, num_patches, width of the vision encoder]
     shared_output = shared.model.multi_modal_projector(features)
 
-    def load_arm(arm: Arm) -> NormLlavaForConditionalGeneration:
+    def load_arm(arm: Arm) -> LlavaForConditionalGeneration:
         """The arm's model, saved and loaded again, as it is for training."""
         model, _ = make_arm_model(arm, tmp_path)
-        model.save_pretrained(tmp_path / "untrained")
-        return NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "untrained")
+        model.save_pretrained(tmp_path / arm.name)
+        return AutoModelForImageTextToText.from_pretrained(tmp_path / arm.name)
 
     scaled = load_arm(Arm.SCALED)
     assert torch.equal(scaled.model.multi_modal_projector(features), shared_output)

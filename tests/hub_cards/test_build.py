@@ -215,7 +215,8 @@ def remove_norm_layer(weights: dict[str, torch.Tensor]) -> None:
 
 
 def test_the_card_of_a_model_without_a_norm(run: Path, build_card: Callable[..., str]) -> None:
-    set_fields("config.json", projector_norm="none", projector_norm_target=None, projector_scaled=True)(run)
+    set_fields("config.json", projector_norm="none", projector_norm_target=None)(run)
+    set_fields("run.json", composed={"projector_scaled": True})(run)
     change_weights(remove_norm_layer)(run)
     (run / "evaluation.json").unlink()  # a build refuses results that were measured with other weights
 
@@ -438,7 +439,7 @@ def test_the_card_says_that_the_training_of_an_aligned_projector_is_not_recorded
     run_after_align: Path, build_card: Callable[..., str]
 ) -> None:
     """`training/composing/align.py` aligns a projector before the first stage, and no run records how."""
-    set_fields("config.json", projector_aligned=True)(run_after_align)
+    set_fields("run.json", composed={"projector_aligned": True})(run_after_align)
     assert "Training before the stage that follows: not recorded." in build_card(run_after_align, **OWN_LICENCE)
 
 
@@ -595,7 +596,7 @@ def test_the_hub_id_of_a_part_is_given_or_recorded(run: Path, build_card: Callab
 
 
 def test_a_converted_llava_is_the_base_model(run: Path) -> None:
-    set_fields("config.json", llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
+    set_fields("run.json", composed={"llava_name_or_path": "llava-hf/llava-1.5-7b-hf"})(run)
     facts = collect_facts(run)
     assert facts.base_models == ["llava-hf/llava-1.5-7b-hf"]
     assert not facts.has_whole_history
@@ -603,7 +604,7 @@ def test_a_converted_llava_is_the_base_model(run: Path) -> None:
 
 def test_another_id_than_the_recorded_one_is_refused(run: Path) -> None:
     name_parts(run, QWEN, SIGLIP)
-    with pytest.raises(ValueError, match=f"--text_model is {LLAMA}, but config.json records {QWEN}"):
+    with pytest.raises(ValueError, match=f"--text_model is {LLAMA}, but {QWEN} is recorded"):
         collect_facts(run, text_model=LLAMA)
 
 

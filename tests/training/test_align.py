@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.conversations.loading import load_rows
@@ -38,7 +38,7 @@ def test_pictures_learn_to_point_at_their_captions(
     make_model_folder: Callable[..., Path], captions: Path, projector_norm: str
 ) -> None:
     folder = make_model_folder(projector_norm=projector_norm)
-    model = NormLlavaForConditionalGeneration.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
     pictures = [Image.new("RGB", (28, 28), rgb) for rgb in RGB_OF_COLOUR.values()]
     pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
@@ -78,7 +78,6 @@ def test_pictures_learn_to_point_at_their_captions(
     changed = [name for name in weights if not torch.equal(weights[name], weights_before[name])]
     assert len(changed) > 0
     assert all(name.startswith(linear_layers) for name in changed)
-    assert model.config.projector_aligned
 
 
 def test_aligned_weights_do_not_depend_on_the_norm_of_image_tokens(

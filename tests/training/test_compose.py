@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
     ConvNextConfig,
@@ -40,9 +42,11 @@ from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneratio
 from normllava.conversations.chat_template import chat_format, chat_template
 from normllava.conversations.tokens import RowTokenizer
 from normllava.errors import UserError
+from normllava.llava import add_norm
 from script_runs import ROOT
 from training.compose import compose, convert_llava, interface_norms, main
 from training.composing.backbones import load_text_model, load_vision_model
+from training.folders.run import Composed, read_composed
 
 
 # Sizes of small language models and vision encoders.
@@ -393,14 +397,43 @@ def test_a_projector_without_a_norm_can_be_scaled_to_the_texts_norm(parts: tuple
     plain, _ = compose(*parts, projector_norm="none")
     plain_projector = plain.model.multi_modal_projector
     assert not any("norm" in name for name, _ in plain_projector.named_parameters())
-    assert not plain.config.projector_scaled
 
     scaled, processor = compose(*parts, projector_norm="none", scale_projector=True)
     norms = interface_norms(scaled, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-5)
-    assert scaled.config.projector_scaled
     # Only the second linear layer is scaled.
     assert torch.equal(scaled.model.multi_modal_projector.linear_1.weight, plain_projector.linear_1.weight)
+
+
+@pytest.mark.parametrize("vision", ["siglip", "dinov2"])
+def test_a_model_without_additions_is_transformers_own_llava(
+    vision: str, backbones: Callable[[str], Path], picture: Image.Image, tmp_path: Path
+) -> None:
+    """The NormLlava that adds nothing, of the same parts and random numbers, is the reference."""
+    parts = (str(backbones(vision)), str(backbones("gemma3")))
+    llava, processor = compose(*parts, projector_norm="none")
+    assert type(llava) is LlavaForConditionalGeneration
+    assert llava.config.model_type == "llava"
+    reference = add_norm(llava, "none").eval()
+
+    llava.save_pretrained(tmp_path)
+    assert list(tmp_path.glob("*.py")) == []
+    assert "auto_map" not in (tmp_path / "config.json").read_text()
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    inputs = processor(images=picture, text=f"{processor.image_token}what", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, reference(**inputs).logits)
+    assert loaded.generation_config.to_dict() == llava.generation_config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"projector_norm": "layernorm"}, {"spatial_merge_size": 2}, {"max_tiles": 2}],
+    ids=str,
+)
+def test_a_model_with_what_llava_lacks_is_a_normllava(options: dict[str, Any], parts: tuple[str, str]) -> None:
+    model, _ = compose(*parts, **{"projector_norm": "none", **options})
+    assert isinstance(model, NormLlavaForConditionalGeneration)
 
 
 def test_arguments_that_do_not_fit_are_refused(parts: tuple[str, str]) -> None:
@@ -485,10 +518,12 @@ def test_the_projector_of_a_llava_is_scaled_once(make_model_folder: Callable[...
             *("--output_dir", str(tmp_path / "scaled")),
         ]
     )
-    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "scaled")
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path / "scaled")
     norms = interface_norms(model, AutoProcessor.from_pretrained(tmp_path / "scaled"))
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-4)
-    assert model.config.projector_scaled
+    assert read_composed(str(tmp_path / "scaled")) == Composed(
+        projector_scaled=True, projector_aligned=False, llava_name_or_path=str(tmp_path / "llava")
+    )
 
     weights = llava.state_dict()
     changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, weights[name])}
@@ -523,7 +558,6 @@ def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
     ratio = 1.0 if projector_norm == "none" else 2.0  # other ratios need a norm layer
     model, processor = convert_llava(str(folder), projector_norm, norm_target_ratio=ratio)
     model.eval()
-    assert model.config.llava_name_or_path == str(folder)  # the model card names the Llava
 
     # All weights are kept, and only the norm layer's weights are added.
     weights = model.state_dict()
@@ -534,7 +568,7 @@ def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
     inputs = processor(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
     if projector_norm == "none":
         assert added_names == set()
-        assert model.config.projector_norm_target is None
+        assert type(model) is LlavaForConditionalGeneration
         with torch.no_grad():
             assert torch.equal(model(**inputs).logits, llava(**inputs).logits)
     else:
@@ -546,7 +580,7 @@ def test_a_converted_llava_keeps_every_weight_and_number_of_image_tokens(
     assert model.config.image_seq_length == num_image_tokens
 
     model.save_pretrained(tmp_path / "converted")
-    loaded_weights = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "converted").state_dict()
+    loaded_weights = AutoModelForImageTextToText.from_pretrained(tmp_path / "converted").state_dict()
     for name, weight in weights.items():
         assert torch.equal(loaded_weights[name], weight), name
 
@@ -703,7 +737,9 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     text_norm = interface_norms(model, processor)["text"]
-    assert model.config.projector_aligned
+    assert read_composed(str(tmp_path / "out")) == Composed(
+        projector_scaled=False, projector_aligned=True, llava_name_or_path=None
+    )
     assert model.config.projector_norm == "layernorm"
     assert model.config.projector_norm_target == pytest.approx(3 * text_norm)
     assert model.config.vision_feature_layer == -1

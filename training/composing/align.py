@@ -16,14 +16,14 @@ from datasets import Dataset
 from PIL import Image
 from torch import nn
 from tqdm import tqdm
-from transformers import LlavaProcessor, get_scheduler, set_seed
+from transformers import LlavaForConditionalGeneration, LlavaProcessor, get_scheduler, set_seed
 
-from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.conversations.pictures import open_images
 from normllava.conversations.rows import BadRowError, Row, check_row, row_turns
 from normllava.conversations.tiles import tile_options
 from normllava.hooks import InterfaceHooks
 from normllava.norms import token_norms
+from normllava.parts import find_projector_norm
 
 
 # The most pictures to train on. The encoder's features of all pictures are kept in memory, in float16: a picture with
@@ -44,7 +44,7 @@ ENCODER_BATCH = 64
 
 
 def align(
-    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset, seed: int, steps: int = STEPS
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset, seed: int, steps: int = STEPS
 ) -> None:
     """Train the projector in place, on up to `MAX_PICTURES` rows drawn at random.
 
@@ -95,21 +95,18 @@ def align(
         scheduler.step()
         progress.set_postfix(loss=f"{loss.item():.2f}")
 
-    if model.config.projector_norm == "none":
+    if find_projector_norm(model) is None:
         scale = norm_before / mean_norm(projector, some_features)
         # Without a norm layer, the projector ends with linear_2, so that its weight and its bias scale the output.
         for parameter in projector.linear_2.parameters():
             parameter.data *= scale
-    model.config.projector_aligned = True
     for parameter, dtype in dtypes.items():
         parameter.data = parameter.data.to(dtype)
     model.to("cpu")
 
 
 @torch.no_grad()
-def encode_pictures(
-    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset
-) -> torch.Tensor:
+def encode_pictures(model: LlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset) -> torch.Tensor:
     """The projector's input for the picture of each row: `(num_rows, num_patches, vision_hidden_size)`, float16.
 
     Raises:
@@ -161,7 +158,7 @@ def first_answer(row: Row) -> str:
 
 @torch.no_grad()
 def embed_captions(
-    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, captions: list[str]
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, captions: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A direction for each caption, and the mean embedding of the vocabulary.
 

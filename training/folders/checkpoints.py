@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from normllava.errors import UserError
 from normllava.evaluation.json_records import read_record
 from normllava.files import fresh_folder, let_others_read
-from training.folders.run import RUN_FILE, Run
+from training.folders.run import COMPOSED_FILE, RUN_FILE, Run
 
 
 logger = logging.getLogger(__name__)
@@ -322,11 +322,11 @@ def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any
 
 
 def copy_record(source: Path, destination: Path) -> None:
-    """Copy the files that record a model's training into another folder. The model card is made from these files.
+    """Copy the files that record how a model was composed and trained into another folder, for the model's card.
 
     Files that are not in `source` are left out.
     """
-    for name in (RUN_FILE, STATE_FILE, "metrics.jsonl"):
+    for name in (COMPOSED_FILE, RUN_FILE, STATE_FILE, "metrics.jsonl"):
         if (source / name).exists():
             shutil.copy(source / name, destination)
 

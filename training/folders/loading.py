@@ -1,13 +1,20 @@
-"""Loads the model of a run, and prepares it for its stage."""
+"""Loads the model of a run, a NormLlava or transformers' own Llava, and prepares it for its stage."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor, LlavaProcessor
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
 import training.modules.attention  # noqa: F401 - registers "varlen"
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from modeling_normllava.modeling_normllava import describe_misfit
 from normllava.errors import UserError, errors_named_after
 from normllava.files import folder_or_id
 from training.modules.adapters import add_adapters, quantization_config
@@ -15,8 +22,8 @@ from training.modules.stages import LearningRates, ModuleGroup, Stage, prepare_s
 from training.options.arguments import RunArguments, TrainingConfig
 
 
-def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
-    """The config of a NormLlava. `name` is its folder or Hub id.
+def load_config(name: str, revision: str | None = None) -> LlavaConfig:
+    """The config of a NormLlava or a Llava. `name` is its folder or Hub id.
 
     Raises:
         UserError: if `name` is another kind of model, or an adapter.
@@ -28,16 +35,16 @@ def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
         )
     with errors_named_after(name):
         config = AutoConfig.from_pretrained(folder_or_id(name), revision=revision)
-    if not isinstance(config, NormLlavaConfig):
+    if not isinstance(config, LlavaConfig):
         raise UserError(
-            f"{name} has model_type {config.model_type!r}, a NormLlava is needed. Make one of it: python "
-            "training/compose.py --help"
+            f"{name} has model_type {config.model_type!r}, and only a Llava or a NormLlava can be trained: "
+            "python training/compose.py makes one of a vision encoder and a language model."
         )
     return config
 
 
 def load_processor(name: str, revision: str | None = None) -> LlavaProcessor:
-    """The processor of a NormLlava. `name` is its folder or Hub id.
+    """The processor of a NormLlava or a Llava. `name` is its folder or Hub id.
 
     Raises:
         UserError: if the processor's files are missing or wrong.
@@ -46,7 +53,7 @@ def load_processor(name: str, revision: str | None = None) -> LlavaProcessor:
         return AutoProcessor.from_pretrained(name, revision=revision)
 
 
-def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
+def load_base(run_args: RunArguments, args: TrainingConfig) -> LlavaForConditionalGeneration:
     """The model that a run starts from.
 
     Its weights are float32. If the language model is quantized to 4 bits, the other weights have `frozen_dtype`.
@@ -71,7 +78,13 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     # A config with key adapters has a model class of its own.
     model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with errors_named_after(name):
-        model = model_class.from_pretrained(name, revision=run_args.model_revision, **options)
+        model, report = model_class.from_pretrained(
+            name, revision=run_args.model_revision, output_loading_info=True, **options
+        )
+    # A NormLlava refuses such weights itself. A Llava would go on with random ones.
+    misfit = describe_misfit(report)
+    if misfit is not None:
+        raise UserError(f"{name} doesn't fit its config. {misfit}.")
 
     # torch doesn't train the embedding of `padding_idx`. But the padding token may also be the token that ends turns,
     # whose embedding has to be trained.
@@ -88,7 +101,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
 
 
 def prepare_model(
-    model: NormLlavaForConditionalGeneration, run_args: RunArguments, args: TrainingConfig, frozen_dtype: torch.dtype
+    model: LlavaForConditionalGeneration, run_args: RunArguments, args: TrainingConfig, frozen_dtype: torch.dtype
 ) -> tuple[Any, list[ModuleGroup]]:
     """Prepare a loaded model, in place, for the stage of the run.
 

@@ -19,6 +19,7 @@ from normllava.files import weights_fingerprint, write_whole
 
 
 RUN_FILE = "run.json"
+COMPOSED_FILE = "composed.json"
 # The packages whose versions are recorded.
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 # The arguments on which the trained weights depend. They must be the same when a run is resumed. The arguments that
@@ -71,6 +72,25 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Composed:
+    """What `training/compose.py` did to a model, for the model's card: `composed.json` beside the untrained model.
+
+    Each run copies it into its own record, since a plain Llava's config has no place for it.
+    """
+
+    projector_scaled: bool
+    """Whether the projector was scaled, so that image tokens started at the text's norm."""
+    projector_aligned: bool
+    """Whether the projector was aligned with the embeddings of captions' text."""
+    llava_name_or_path: str | None
+    """The Hub id or folder of the Llava that the model was converted from; `None` if it was made of parts."""
+
+    def write(self, folder: Path) -> None:
+        """Write `composed.json` into a folder."""
+        write_whole(folder / COMPOSED_FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+@dataclass(frozen=True)
 class Run:
     """The record of a run's data, arguments and environment."""
 
@@ -86,9 +106,12 @@ class Run:
     start_weights: str | None = None
     """The fingerprint of the weights of the model that the run started from; `None` if it has no safetensors files."""
 
-    def with_start_weights(self, start_weights: str | None) -> "Run":
-        """The same record, with this fingerprint of the model that the run started from."""
-        return replace(self, start_weights=start_weights)
+    composed: Composed | None = None
+    """How the model that the first stage started from was composed; `None` if that isn't known."""
+
+    def with_start(self, start_weights: str | None, composed: Composed | None) -> "Run":
+        """The same record, with these fields of the model that the run started from."""
+        return replace(self, start_weights=start_weights, composed=composed)
 
     def with_checkpointing(self, is_on: bool) -> "Run":
         """The same record, with the argument `gradient_checkpointing` set to `is_on`."""
@@ -157,6 +180,23 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
             f"{checkpoint} belongs to a different run:\n{differences}"
             "Restore these, or resume anyway with --resume_changed true."
         )
+
+
+def read_composed(name: str) -> Composed | None:
+    """How the model in a folder was composed: by its `composed.json`, or by the record of the run that trained it.
+
+    Returns:
+        `None` for a model of the Hub, and for a folder without such a record.
+
+    Raises:
+        UserError: if a record can't be read.
+    """
+    folder = Path(name)
+    if (folder / COMPOSED_FILE).exists():
+        return read_record(Composed, folder / COMPOSED_FILE)
+    if (folder / RUN_FILE).exists():
+        return Run.read(folder).composed
+    return None
 
 
 def start_weights(name: str, revision: str | None) -> str | None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlavaForConditionalGeneration
 
-from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.tokens import IGNORED
 
 
@@ -28,7 +28,7 @@ def supervised_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @contextmanager
-def head_at_positions(model: NormLlavaForConditionalGeneration, positions: torch.Tensor) -> Iterator[None]:
+def head_at_positions(model: LlavaForConditionalGeneration, positions: torch.Tensor) -> Iterator[None]:
     """A block in which the head gets only the hidden states at `positions` of the flattened batch.
 
     TRL itself leaves other positions out only if Triton is installed. Without Triton it computes logits at every

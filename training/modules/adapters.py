@@ -11,9 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, LlavaForConditionalGeneration
 
-from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAdapterForConditionalGeneration
+from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration
 
 
 def quantization_config(
@@ -35,7 +35,7 @@ def quantization_config(
 
 
 def add_adapters(
-    model: NormLlavaForConditionalGeneration,
+    model: LlavaForConditionalGeneration,
     rank: int,
     alpha: int,
     dropout: float = 0.0,

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import LlavaForConditionalGeneration
 
-from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAdapterForConditionalGeneration
+from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration
 from normllava.errors import UserError
 from normllava.kernels import gaussian_kernel
 from normllava.tokens import Inputs, Tokens, classify, find_sinks, token_ids
@@ -130,7 +131,7 @@ class KeyAlignment:
     """
 
     def __init__(
-        self, model: NormLlavaForConditionalGeneration, processor: Any, mmd_weight: float, gram_weight: float
+        self, model: LlavaForConditionalGeneration, processor: Any, mmd_weight: float, gram_weight: float
     ) -> None:
         if not isinstance(model, NormLlavaKeyAdapterForConditionalGeneration):
             raise UserError(

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModel
-
-from modeling_normllava import NormLlavaForConditionalGeneration
+from transformers import AutoModel, LlavaForConditionalGeneration
 
 
 class Stage(StrEnum):
@@ -60,7 +58,7 @@ ADAPTERS = {".lora_": "language_model.lora", ".key_adapter.": "language_model.ke
 
 
 def prepare_stage(
-    model: NormLlavaForConditionalGeneration,
+    model: LlavaForConditionalGeneration,
     stage: Stage,
     rates: LearningRates,
     frozen_dtype: torch.dtype = torch.float32,
@@ -154,7 +152,7 @@ def module_of(parameter_name: str, unread: set[str]) -> str:
     return module
 
 
-def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
+def unread_parameters(model: LlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that the image features don't depend on.
 
     They belong to the layers after the layer that is read, to the last norm, and to a pooling head. They must not be

@@ -22,14 +22,13 @@ from normllava.command_line import command, parse
 import pandas as pd
 import torch
 from torch import nn
-from transformers import AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from examples.emoji.parts import RUN
 from examples.emoji.study.cells import Arm
 from examples.emoji.study.measures import PRIMARY, drawings_by, image_tokens, measure_tokens
 from examples.emoji.study.starts import make_arm_model, make_start, write_rows
 from examples.steps import ROOT
-from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def check_arms(seed: int) -> list[dict[str, Any]]:
     drawings = []
     for artist in PRIMARY:
         drawings += drawings_by(artist)
-    shared_model = NormLlavaForConditionalGeneration.from_pretrained(shared_start).eval()
+    shared_model = AutoModelForImageTextToText.from_pretrained(shared_start).eval()
     shared_processor = AutoProcessor.from_pretrained(shared_start)
     shared_tokens = image_tokens(shared_model, shared_processor, drawings)
 
@@ -85,7 +84,7 @@ def check_arms(seed: int) -> list[dict[str, Any]]:
         composed_folder = folder / arm.name.lower()
         if not (composed_folder / "processor_config.json").exists():  # the file that compose.py writes last
             compose_arm(arm, seed, composed_folder)
-        model_by_compose = NormLlavaForConditionalGeneration.from_pretrained(composed_folder)
+        model_by_compose = AutoModelForImageTextToText.from_pretrained(composed_folder)
         model_by_study, processor = make_arm_model(arm, shared_start)  # both models have the same processor
 
         for made_by, model in (("study", model_by_study), ("command", model_by_compose)):

@@ -8,13 +8,12 @@ import pandas as pd
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import LlavaProcessor
+from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from examples.emoji.evaluate import NAMING_BATCH, open_picture, perplexity
 from examples.emoji.parts import RUN
 from examples.emoji.pictures import ASK_NAME, Record
 from examples.emoji.study.scores import PRIMARY, SECONDARY, is_right
-from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.conversations.pictures import fingerprint
 from normllava.diagnostics.answers import (
     PromptState,
@@ -29,7 +28,7 @@ from normllava.diagnostics.loading import Question
 from normllava.diagnostics.measures import measure_attention, measure_layers
 from normllava.diagnostics.recording import record_questions
 from normllava.norms import text_norm_target, token_norms, vocabulary_norms
-from normllava.parts import find_decoder
+from normllava.parts import find_decoder, find_projector_norm
 from training.composing.align import embed_captions
 
 
@@ -58,7 +57,7 @@ def all_names() -> list[str]:
 
 @torch.no_grad()
 def image_tokens(
-    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, drawings: list[Record]
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, drawings: list[Record]
 ) -> torch.Tensor:
     """Drawings' image tokens where they enter the decoder, `(num_drawings, num_patches, hidden_size)` in float32."""
     tokens = []
@@ -71,7 +70,7 @@ def image_tokens(
 
 
 @torch.no_grad()
-def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
+def measure_tokens(model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
     """Measure the image tokens of the primary artists' drawings, without running the language model.
 
     Returns:
@@ -101,7 +100,7 @@ def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaPro
     }
 
 
-def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
+def measure_model(model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
     """Measure what a model makes of the held-out artists' drawings, and its perplexity.
 
     Returns:
@@ -120,7 +119,7 @@ def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProc
 
 
 def name_drawings(
-    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, drawings: list[Record]
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, drawings: list[Record]
 ) -> list[Answer]:
     """Which name a model gives each drawing, and by what margin.
 
@@ -146,7 +145,7 @@ def name_drawings(
 
 
 def right_margins(
-    model: NormLlavaForConditionalGeneration,
+    model: LlavaForConditionalGeneration,
     state: PromptState,
     answer_ids: list[list[int]],
     right_indices: list[int],
@@ -171,7 +170,7 @@ def right_margins(
     return margins
 
 
-def measure_decoder(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
+def measure_decoder(model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, Any]:
     """What each layer of the decoder does with some of EmojiOne's drawings, as means over the drawings.
 
     Returns:
@@ -206,13 +205,12 @@ def measure_gain(model: Any) -> float | None:
     Returns:
         The mean gain divided by the gain at the start; `None` if the model has no such LayerNorm.
     """
-    config = model.config
-    if config.projector_norm == "none":
+    norm = find_projector_norm(model)
+    if norm is None:
         return None
     # With this gain, the LayerNorm's outputs have the norm T.
-    gain_at_start = config.projector_norm_target / config.text_config.hidden_size**0.5
-    gain = model.model.multi_modal_projector.norm.weight.mean().item()
-    return gain / gain_at_start
+    gain_at_start = model.config.projector_norm_target / model.config.text_config.hidden_size**0.5
+    return norm.weight.mean().item() / gain_at_start
 
 
 def read_training(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from examples.emoji.parts import RUN
 from examples.emoji.study.cells import NUM_STEPS, Arm, Cell, Machine, Record, rates_of
@@ -24,7 +24,6 @@ from examples.emoji.study.measures import measure_gain, measure_model, measure_t
 from examples.emoji.study.starts import make_arm_model, read_norm_ratio, write_rows
 from examples.emoji.study.train import NOT_FINITE
 from examples.steps import ROOT
-from modeling_normllava import NormLlavaForConditionalGeneration
 from training.folders.run import current_commit
 from training.options.arguments import is_cpu_fast_at_bf16
 
@@ -167,7 +166,7 @@ def run_cell(cell: Cell, shared_start: Path, folder: Path, commit: str) -> Recor
 
 def measure_trained(trained: Path) -> dict[str, Any]:
     """The fields of a run's record that come from its trained model, which is measured in float32."""
-    model = NormLlavaForConditionalGeneration.from_pretrained(trained).to(best_device()).eval()
+    model = AutoModelForImageTextToText.from_pretrained(trained).to(best_device()).eval()
     llava_processor = AutoProcessor.from_pretrained(trained)
     sft_record = json.loads((trained / "run.json").read_text(encoding="utf-8"))  # written by training/sft.py
     return {

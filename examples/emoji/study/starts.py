@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor, LlavaProcessor
+from transformers import AutoProcessor, LlavaForConditionalGeneration, LlavaProcessor
 
 from examples.emoji.parts import RUN
 from examples.emoji.study.cells import Arm
-from modeling_normllava import GlobalWeightCompensatedLayerNorm, NormLlavaForConditionalGeneration
 from normllava.conversations.loading import load_rows
-from normllava.norms import text_norm_target, vocabulary_norms
+from normllava.llava import add_norm
 from training.compose import compose, interface_norms
 from training.composing.align import align
 
@@ -91,32 +90,24 @@ def read_norm_ratio(start: Path) -> float:
 
 
 @torch.no_grad()
-def make_arm_model(arm: Arm, start: Path) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
+def make_arm_model(arm: Arm, start: Path) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     """Make the untrained model of an arm from the seed's shared start.
 
     Returns:
         The model and its processor.
     """
-    model: Any = NormLlavaForConditionalGeneration.from_pretrained(start)
+    model = LlavaForConditionalGeneration.from_pretrained(start)
     processor = AutoProcessor.from_pretrained(start)
-    projector = model.model.multi_modal_projector
 
     # Undo the scaling, which divided the second layer by k.
     if arm is not Arm.SCALED:
-        model.config.projector_scaled = False
         k = read_norm_ratio(start)
-        for parameter in projector.linear_2.parameters():
+        for parameter in model.model.multi_modal_projector.linear_2.parameters():
             parameter *= k
 
-    # Add a LayerNorm whose output has the norm T: its gain is T over the square root of the hidden size.
+    # Add a LayerNorm whose output has the norm T.
     if arm is Arm.LAYER_NORM:
-        target = text_norm_target(vocabulary_norms(model))
-        hidden_size = model.config.text_config.hidden_size
-        norm = GlobalWeightCompensatedLayerNorm(hidden_size, eps=model.config.projector_norm_eps)
-        norm.weight.fill_(target / hidden_size**0.5)
-        projector.norm = norm
-        model.config.projector_norm = "gwc"
-        model.config.projector_norm_target = target
+        model = add_norm(model, "gwc")
     return model, processor
 
 

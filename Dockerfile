@@ -2,7 +2,7 @@
 #
 #   docker build --tag normllava .
 #   docker run --gpus all --shm-size 16g --volume $PWD/data:/normllava/data --volume $PWD/runs:/normllava/runs normllava \
-#       accelerate launch -q training/sft.py --config training/recipes/Qwen3-0.6B/stage1.yaml
+#       accelerate launch -q training/sft.py --config training/recipes/Qwen3-0.6B/align.yaml
 FROM python:3.12-slim
 
 # torch.compile builds its kernels' launchers with gcc, and records name the commit by git.

@@ -6,13 +6,16 @@
         --output_dir checkpoints/converted
 
 With `--captions`, the first command also aligns the new projector. Both commands try the model on a picture, print how
-large image tokens are before and after the projector's norm, and write a complete checkpoint folder.
+large image tokens are before and after the projector's norm, write a complete checkpoint folder with a recipe of each
+stage, and end with the commands to type next.
 """
 
 import argparse
 import logging
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from normllava.command_line import command, new_folder, parse
@@ -57,7 +60,9 @@ from training.composing.backbones import (
     require_whole_squares,
     tiling_processor,
 )
+from training.composing.recipes import Composition, launch_commands, write_recipes
 from training.folders.run import Composed
+from training.modules.stages import Stage
 
 
 logger = logging.getLogger(__name__)
@@ -485,7 +490,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale to start at text's norm")
     parser.add_argument("--captions", help="rows of stage 1 to align a new projector on, see composing/align.py")
-    parser.add_argument("--image_folder", help="prefix of the image paths in --captions")
+    parser.add_argument("--data", help="rows to train on, for the recipes; by default those of the paper")
+    parser.add_argument("--image_folder", help="prefix of the image paths in --captions and --data")
     parser.add_argument(
         "--center_crop",
         action="store_true",
@@ -544,6 +550,34 @@ def describe_composing(options: argparse.Namespace) -> Composed:
     )
 
 
+def describe_for_recipes(
+    options: argparse.Namespace, argv: Sequence[str] | None, model: LlavaForConditionalGeneration
+) -> Composition:
+    """What the recipes need to know of a model that was composed with these options."""
+    text_modules = (model.model.language_model, model.lm_head)
+    text_parameters = {parameter for module in text_modules for parameter in module.parameters()}  # a tied head once
+    return Composition(
+        folder=options.output_dir,
+        command=sys.argv[1:] if argv is None else argv,
+        config=model.config,
+        text_weights=sum(parameter.numel() for parameter in text_parameters),
+        max_tiles=options.max_tiles,
+        data=options.data,
+        image_folder=options.image_folder,
+    )
+
+
+def describe_next(folder: Path) -> str:
+    """The commands to type after composing."""
+    commands = {stage: launch_commands(stage, folder / f"{stage}.yaml") for stage in Stage}
+    lines = []
+    for number, devices in enumerate(("one device", "eight devices")):
+        lines.append(f"Next, on {devices}:")
+        lines += [f"  {commands[stage][number]}" for stage in (Stage.ALIGN, Stage.INSTRUCT)]
+        lines += ["with LoRA, in place of the second:", f"  {commands[Stage.ADAPT][number]}"]
+    return "\n".join(lines)
+
+
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command with `argv`, by default the command line."""
@@ -578,8 +612,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.save_pretrained(options.output_dir)
     processor.save_pretrained(options.output_dir)
     describe_composing(options).write(options.output_dir)
+    logger.info("Saved to %s. Planning its recipes ...", options.output_dir)
+    write_recipes(describe_for_recipes(options, argv, model))
     let_others_read(options.output_dir)
-    logger.info("Saved to %s", options.output_dir)
+    logger.info("%s", describe_next(options.output_dir))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Plan a recipe: print the memory that a device needs at the peak of a step, and the FLOPs and hours of the run.
 
-    python training/plan.py --config training/recipes/Qwen2.5-7B-Instruct/stage2.yaml --devices 8 --rows 780000
+    python training/plan.py --config training/recipes/Qwen2.5-7B-Instruct/instruct.yaml --devices 8 --rows 780000
 
 The model is built from its config, without weights. Steps run as in training, on tensors that have shapes and no data
 (torch's `FakeTensorMode`), while torch's `MemTracker` counts their bytes. With several devices, weights, gradients and
@@ -81,6 +81,15 @@ class StepPlan:
         """All bytes of one device at the step's peak."""
         return self.weights + self.gradients + self.states + self.activations
 
+    def sharded(self, devices: int) -> "StepPlan":
+        """The plan of each of several devices, over which FSDP2 shards weights, gradients and states."""
+        return replace(
+            self,
+            weights=self.weights // devices,
+            gradients=self.gradients // devices,
+            states=self.states // devices,
+        )
+
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
@@ -90,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
 
     batch = make_batch(run_args, args, options.tokens, options.supervised, options.tiles)
-    plan = plan_step(config, run_args, args, batch, options.devices)
+    plan = plan_step(config, run_args, args, batch).sharded(options.devices)
 
     num_rows = count_rows(run_args, args, batch, options.devices, options.rows)
     flops_per_sample = plan.flops / batch.samples
@@ -169,10 +178,10 @@ def describe_time(seconds: float) -> str:
     return f"{minutes / 60:.1f} hours"
 
 
-def plan_step(
-    config: LlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int = 1
-) -> StepPlan:
-    """The plan of a step, measured in some steps without data. Frozen weights have the dtype that they have on a GPU.
+def plan_step(config: LlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch) -> StepPlan:
+    """The plan of a step on one device, measured in some steps without data.
+
+    Frozen weights have the dtype that they have on a GPU.
 
     Raises:
         UserError: if the optimizer isn't one of `PLANNED_OPTIMIZERS`, or if a sample has too few tokens for its
@@ -205,9 +214,9 @@ def plan_step(
         states += num_bytes(parameter_states.values())
 
     return StepPlan(
-        weights=weights // devices,
-        gradients=gradients // devices,
-        states=states // devices,
+        weights=weights,
+        gradients=gradients,
+        states=states,
         activations=peak - weights - gradients - states,
         flops=flops,
     )

@@ -1,6 +1,6 @@
 """Train one stage of a NormLlava.
 
-    accelerate launch -q training/sft.py --config training/recipes/Qwen2.5-7B-Instruct/stage1.yaml
+    accelerate launch -q training/sft.py --config training/recipes/Qwen2.5-7B-Instruct/align.yaml
 
 Every field of the recipe is also an option of the command line, which wins over the recipe. The output is a complete
 checkpoint folder, or in stage "adapt" the folder of an adapter, which training/merge.py turns into a checkpoint.

@@ -1,6 +1,6 @@
 """Evaluate trained models on the nine benchmarks of the paper (arXiv 2512.08374), by lmms-eval and lm-eval.
 
-    normllava evaluate runs/Qwen2.5-7B-Instruct/stage2 --batch_size 32 --num_processes 8
+    normllava evaluate runs/Qwen2.5-7B-Instruct/instruct --batch_size 32 --num_processes 8
 
 Every task is one run of its harness. A task's logs and its result go to `evaluation/<task>` in the model's folder. The
 scores of all tasks go to `evaluation.json` in the model's folder, which the model card reads. A task that has a result

@@ -43,7 +43,7 @@ def make_plan(fields: dict[str, Any], batch: Batch, devices: int = 1) -> StepPla
     """The plan of a step of a recipe with these fields."""
     run_args, args = parse_arguments([f"--{name}={value}" for name, value in fields.items()])
     config = NormLlavaConfig.from_pretrained(fields["model_name_or_path"])
-    return plan_step(config, run_args, args, batch, devices)
+    return plan_step(config, run_args, args, batch).sharded(devices)
 
 
 @pytest.fixture(scope="session")

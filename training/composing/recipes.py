@@ -1,0 +1,276 @@
+"""Writes a recipe of each stage for a composed model, after the recipes of the paper (arXiv 2512.08374, App. E.1).
+
+The paper trains language models of two sizes, at the same rates and batches. A model of another size gets the recipes
+of the nearer one. The length of packed rows is this project's choice, by what fits on a GPU.
+"""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import LlavaConfig
+
+from normllava.files import write_whole
+from training.modules.stages import Stage
+from training.options.command_line import parse_arguments
+from training.plan import GIB, Batch, StepPlan, describe_time, plan_step
+
+
+@dataclass(frozen=True)
+class PaperModel:
+    """A language model that the paper trains."""
+
+    name: str
+    weights: float
+    """The number of its weights, in billions."""
+    packed_lengths: dict[Stage, int]
+    """The length of packed rows in each stage, in tokens."""
+
+
+PAPER_MODELS = (
+    PaperModel("Llama-3.2-3B", 3.2, {Stage.ALIGN: 16384, Stage.INSTRUCT: 16384, Stage.ADAPT: 8192}),
+    PaperModel("Qwen2.5-7B", 7.6, {Stage.ALIGN: 16384, Stage.INSTRUCT: 8192, Stage.ADAPT: 4096}),
+)
+# A size that differs by less is one of the paper's.
+SAME_SIZE = 0.1
+
+# The recipes below the comments at their heads. `optional` is a line that not every model needs, or nothing.
+TEMPLATES = {
+    Stage.ALIGN: """\
+model_name_or_path: {start}
+{data}
+stage: align
+output_dir: {output_dir}
+
+num_train_epochs: 1
+global_batch_size: 256           # samples a step: the paper's, whatever the number of devices
+learning_rate: 1.0e-3
+{optional}{schedule}
+max_grad_norm: 1.0               # the default of LLaVA's trainer; the paper names none
+
+{machine}""",
+    Stage.INSTRUCT: """\
+model_name_or_path: {start}
+{data}
+stage: instruct
+output_dir: {output_dir}
+
+num_train_epochs: 1
+global_batch_size: 128           # samples a step: the paper's, whatever the number of devices
+learning_rate: 1.0e-5
+vision_learning_rate: 2.0e-6
+{optional}{schedule}
+max_grad_norm: 1.0               # the default of LLaVA's trainer; the paper names none
+
+{machine}""",
+    Stage.ADAPT: """\
+model_name_or_path: {start}
+{data}
+stage: adapt
+output_dir: {output_dir}
+
+# load_in_4bit: true             # QLoRA, for a smaller card; needs pip install -e ".[train]"
+lora_r: 64                       # rank, alpha and rate are QLoRA's (arXiv 2305.14314); the paper trains no LoRA
+lora_alpha: 16
+
+num_train_epochs: 1
+global_batch_size: 128           # samples a step, as in stage 2
+learning_rate: 2.0e-4
+{optional}{schedule}
+max_grad_norm: 1.0
+clip_by_module: true             # otherwise the projector's far larger gradient would set the adapters' step
+
+{machine}""",
+}
+SCHEDULE = """\
+lr_scheduler_type: cosine
+warmup_steps: 0.03               # fraction of all steps
+weight_decay: 0.0"""
+MACHINE = """\
+packed_length: {packed_length:<18}# samples share rows without padding; memory grows with it
+per_device_train_batch_size: 1   # packed rows; the accumulation steps follow from the global batch
+optim: adamw_torch_fused         # adamw_bnb_8bit's states take a quarter of the memory; needs the extra "train"
+# torch_compile: true            # faster on a GPU, once each layer is compiled
+dataset_num_proc: 8              # for checking and measuring the rows before training
+logging_steps: 10
+save_steps: 500                  # a killed run goes on with --resume_from_checkpoint true
+save_total_limit: 2
+report_to: none                  # or tensorboard, wandb, trackio; metrics.jsonl is always written
+seed: 42
+"""
+NORM_RATE = "norm_learning_rate: 1.0e-5       # 2e-4 would move the norm's gain by over 1% a step\n"
+WHOLE_PICTURES = "max_tiles: 1                     # whole pictures: a caption says nothing of a corner\n"
+
+# The paper's rows: where a recipe finds them, and how many there are.
+PAPER_DATA = {
+    Stage.ALIGN: (
+        "# liuhaotian/LLaVA-Pretrain: this file, and its images.zip unpacked into image_folder\n"
+        "dataset_name: data/LLaVA-Pretrain/blip_laion_cc_sbu_558k.json\n"
+        "image_folder: data/LLaVA-Pretrain",
+        558_128,
+    ),
+    Stage.INSTRUCT: ("dataset_name: lmms-lab/LLaVA-NeXT-Data", 780_000),
+    Stage.ADAPT: ("dataset_name: lmms-lab/LLaVA-NeXT-Data", 780_000),
+}
+# A row's text as it is planned, in tokens: all of it, and what is supervised. A caption is shorter than an answer.
+PLANNED_TEXT = {Stage.ALIGN: (32, 24), Stage.INSTRUCT: (295, 200), Stage.ADAPT: (295, 200)}
+# The speed as it is planned, in FLOP/s: 40% of an H100's peak.
+PLANNED_SPEED = 0.4 * 989e12
+
+TITLES = {
+    Stage.ALIGN: "Stage 1, the projector on captions",
+    Stage.INSTRUCT: "Stage 2, all weights on conversations",
+    Stage.ADAPT: "In place of stage 2, LoRA on conversations: the projector whole, the vision encoder frozen",
+}
+LAUNCHERS = {Stage.ALIGN: "ddp.yaml", Stage.INSTRUCT: "fsdp2.yaml", Stage.ADAPT: "ddp.yaml"}
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A composed model, as its recipes need to know it."""
+
+    folder: Path
+    """The model's folder. The recipes stand in it too, and each stage writes into a folder inside."""
+    command: Sequence[str]
+    """The options of `training/compose.py` that made the model."""
+    config: LlavaConfig
+    text_weights: int
+    """The number of the language model's weights."""
+    max_tiles: int
+    """The most tiles of a picture's grid; 1 if pictures aren't cut."""
+    data: str | None
+    """Rows of the user's own, for all stages; `None` for the paper's."""
+    image_folder: str | None
+    """The prefix of the image paths in `data`."""
+
+
+def write_recipes(composed: Composition) -> None:
+    """Write `align.yaml`, `instruct.yaml` and `adapt.yaml` into the model's folder."""
+    for stage in Stage:
+        write_whole(
+            composed.folder / f"{stage}.yaml", describe_stage(composed, stage) + recipe_fields(composed, stage)
+        )
+
+
+def recipe_fields(composed: Composition, stage: Stage) -> str:
+    """The fields of a stage's recipe, as YAML with comments."""
+    start = composed.folder if stage is Stage.ALIGN else composed.folder / Stage.ALIGN
+    data, _ = PAPER_DATA[stage]
+    if composed.data is not None:
+        data = f"dataset_name: {yaml_text(composed.data)}"
+        if composed.image_folder is not None:
+            data += f"\nimage_folder: {yaml_text(composed.image_folder)}"
+
+    optional = ""
+    has_norm = getattr(composed.config, "projector_norm", "none") != "none"
+    if stage is Stage.ADAPT and has_norm:
+        optional = NORM_RATE
+    if stage is Stage.ALIGN and composed.max_tiles > 1:
+        optional = WHOLE_PICTURES
+
+    packed_length = nearest_paper_model(composed.text_weights).packed_lengths[stage]
+    return TEMPLATES[stage].format(
+        start=yaml_text(str(start)),
+        data=data,
+        output_dir=yaml_text(str(composed.folder / stage)),
+        optional=optional,
+        schedule=SCHEDULE,
+        machine=MACHINE.format(packed_length=packed_length),
+    )
+
+
+def describe_stage(composed: Composition, stage: Stage) -> str:
+    """The comments at the head of a recipe: what it is, how to start it, what it takes."""
+    lines = [f"{TITLES[stage]}. Written by:"]
+    lines += [f"  {line}" for line in command_lines(composed.command)]
+    lines += size_lines(composed.text_weights)
+    lines += ["", "On one device, and on eight:"]
+    config = composed.folder / f"{stage}.yaml"
+    lines += [f"  {launch}" for launch in launch_commands(stage, config)]
+    lines += ["", *plan_lines(composed, stage)]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def command_lines(options: Sequence[str]) -> list[str]:
+    """The command that composed the model, with an option a line."""
+    lines = ["python training/compose.py"]
+    for word in options:
+        if word.startswith("--"):
+            lines[-1] += " \\"
+            lines.append("    " + shlex.quote(word))
+        else:
+            lines[-1] += " " + shlex.quote(word)
+    return lines
+
+
+def launch_commands(stage: Stage, config: Path) -> list[str]:
+    """The commands that start a stage, on one device and on eight."""
+    script = f"training/sft.py --config {shlex.quote(str(config))}"
+    return [
+        f"accelerate launch {script}",
+        f"accelerate launch --config_file training/accelerate/{LAUNCHERS[stage]} {script}",
+    ]
+
+
+def nearest_paper_model(text_weights: int) -> PaperModel:
+    """The paper's model whose number of weights has the ratio to `text_weights` that is nearest to 1."""
+    return min(PAPER_MODELS, key=lambda model: abs(math.log(text_weights / 1e9 / model.weights)))
+
+
+def size_lines(text_weights: int) -> list[str]:
+    """Whose recipe a model gets whose size isn't in the paper."""
+    nearest = nearest_paper_model(text_weights)
+    if abs(text_weights / 1e9 / nearest.weights - 1) < SAME_SIZE:
+        return []
+    return [
+        f"The paper trains language models of 3 and 7 billion weights. This one has {text_weights / 1e9:.3g} billion:",
+        f"rates, batch and packing are those of {nearest.name}, and not tuned for its size.",
+    ]
+
+
+def plan_lines(composed: Composition, stage: Stage) -> list[str]:
+    """The memory and the time that the stage takes by `training/plan.py`, and what was assumed."""
+    plan, batch = plan_stage(composed, stage)
+    picture = "a picture" if batch.tiles == 1 else f"a picture of {batch.tiles} tiles"
+    lines = [
+        f"Planned by training/plan.py, not measured, for rows of {batch.tokens:,} tokens with {picture}:",
+        f"  memory of a GPU, layers checkpointed: {plan.peak / GIB:.3g} GiB",
+    ]
+    if stage is Stage.INSTRUCT:
+        lines[-1] += f"; on each of eight with fsdp2.yaml {plan.sharded(8).peak / GIB:.3g} GiB"
+    if stage is Stage.ADAPT:
+        quantized, _ = plan_stage(composed, stage, load_in_4bit=True)
+        lines[-1] += f"; with load_in_4bit {quantized.peak / GIB:.3g} GiB"
+
+    _, num_rows = PAPER_DATA[stage]
+    if composed.data is not None:
+        num_rows = 100_000
+    seconds = plan.flops / batch.samples * num_rows / PLANNED_SPEED
+    lines.append(
+        f"  time for {num_rows:,} rows at 40% of an H100's peak: {describe_time(seconds)}; on eight "
+        f"{describe_time(seconds / 8)}"
+    )
+    return lines
+
+
+def plan_stage(composed: Composition, stage: Stage, **fields: Any) -> tuple[StepPlan, Batch]:
+    """The plan of a step of a stage on one GPU, and the batch that was planned. `fields` are added to the recipe."""
+    recipe = yaml.safe_load(recipe_fields(composed, stage)) | {"bf16": True} | fields
+    run_args, args = parse_arguments([f"--{name}={value}" for name, value in recipe.items()])
+
+    cuts = composed.max_tiles > 1 and stage is not Stage.ALIGN
+    tiles = composed.max_tiles + 1 if cuts else 1
+    text_tokens, supervised = PLANNED_TEXT[stage]
+    tokens = composed.config.image_seq_length * tiles + text_tokens
+    samples = max(recipe["packed_length"] // tokens, 1)
+    batch = Batch(samples, tokens, supervised, is_packed=True, tiles=tiles)
+    return plan_step(composed.config, run_args, args, batch), batch
+
+
+def yaml_text(text: str) -> str:
+    """A text as YAML writes it on a line, in quotes where it needs them."""
+    return yaml.safe_dump(text, width=math.inf, allow_unicode=True).removesuffix("...\n").rstrip("\n")

@@ -180,6 +180,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         sampler=sampler,
         stream=stream,
         eval_sampler=eval_sampler,
+        num_answers=run_args.eval_answers,
         key_alignment=key_alignment,
         clip_by_module=run_args.clip_by_module,
         args=args,

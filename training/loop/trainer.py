@@ -25,6 +25,7 @@ from normllava.parts import find_decoder
 from normllava.tokens import IGNORED
 from training.folders.checkpoints import SAVING_FOLDER, checkpoint_folder, result_folder, write_unsharded
 from training.folders.run import Run
+from training.loop.answers import HeldOutAnswers
 from training.loop.checkpointing import choose_checkpointing
 from training.loop.finite import FiniteWatch
 from training.loop.loss import gradient_alone, head_at_positions, supervised_tokens
@@ -58,6 +59,7 @@ class NormLlavaTrainer(SFTTrainer):
         clip_by_module: Whether to clip the gradient of each module to `max_grad_norm`, instead of clipping the whole
             gradient to it.
         eval_sampler: This process's batches of held-out rows.
+        num_answers: How many held-out rows are answered at each evaluation.
         key_alignment: The losses on the decoder's keys; `None` if the run has none.
         kwargs: Arguments of [`SFTTrainer`].
     """
@@ -73,6 +75,7 @@ class NormLlavaTrainer(SFTTrainer):
         stream: StreamBatches | None = None,
         clip_by_module: bool = False,
         eval_sampler: Batches | None = None,
+        num_answers: int = 0,
         key_alignment: KeyAlignment | None = None,
         **kwargs: Any,
     ) -> None:
@@ -114,6 +117,8 @@ class NormLlavaTrainer(SFTTrainer):
         self.remove_callback(PrinterCallback)
         self.add_callback(ConsoleTable())
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
+        if self.eval_dataset is not None and num_answers > 0:
+            self.add_callback(HeldOutAnswers(self, self.eval_dataset, num_answers))
         NormMonitor(self._unwrapped(), self.processing_class).attach(self)
 
     @override

@@ -56,6 +56,7 @@ class RunArguments(DatasetArguments, ModelConfig):
     image_folder: str | None = option(None, "Prefix of the image paths in a JSON file; by default the file's folder.")
     eval_dataset_name: str | None = option(None, "Held-out rows to evaluate the model on during training.")
     eval_image_folder: str | None = option(None, "image_folder of the held-out rows.")
+    eval_answers: int = option(8, "Held-out rows that the model answers at each evaluation, into answers.jsonl.")
     vision_learning_rate: float | None = option(None, "Learning rate of the vision encoder in stage 'instruct'.")
     projector_learning_rate: float | None = option(None, "Learning rate of the projector; learning_rate by default.")
     norm_learning_rate: float | None = option(None, "Learning rate of the projector's norm; learning_rate by default.")

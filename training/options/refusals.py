@@ -112,6 +112,7 @@ RATE_FIELDS = (
     "norm_learning_rate",
     "key_mmd_weight",
     "key_gram_weight",
+    "eval_answers",
 )
 # Fields that only stage 'adapt' reads.
 ADAPTER_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")

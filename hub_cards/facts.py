@@ -218,11 +218,11 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
     if len(models) > 1 or is_quantized or model.get("weights") != weights_hash:
         raise UserError(f"{path} is of other weights. {advice}")
 
-    # The report calls image tokens "visual". `look` returns `None` for what was not measured.
+    # `look` returns `None` for what was not measured.
     summary = Summary(rows)
     estimates = {
         "L2 norm of image tokens over that of text tokens, at the decoder": summary.look("ratio"),
-        "turning of image tokens per layer, 1 − cosine": summary.look("turning", "visual"),
+        "turning of image tokens per layer, 1 − cosine": summary.look("turning", "image"),
         "turning of text tokens per layer": summary.look("turning", "text"),
     }
     card_values = {"pictures": str(num_pictures)}

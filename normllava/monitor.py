@@ -143,7 +143,7 @@ class NormMonitor:
         turnings = 1 - nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
 
         rows = []
-        for mask in (self._tokens.visual.to(after.device), self._tokens.text.to(after.device)):
+        for mask in (self._tokens.image.to(after.device), self._tokens.text.to(after.device)):
             norm_sum = torch.where(mask, norms, 0).sum()
             turning_sum = torch.where(mask, turnings, 0).sum()  # padding, which may be NaN, is left out
             rows.append(torch.stack([norm_sum, turning_sum, mask.sum()]))

@@ -190,7 +190,7 @@ def measure_ratio(
         embeddings = measure_embeddings(model, prepare_picture(model, processor, picture))
         tokens = embeddings.tokens
         norms = token_norms(embeddings.states)  # [sequence_length]
-        image_norms.append(norms[exclude_newlines(model, embeddings.states.float(), tokens).visual])
+        image_norms.append(norms[exclude_newlines(model, embeddings.states.float(), tokens).image])
         text_norms.append(norms[tokens.text])
         embedded_norms.append(vocabulary[embeddings.input_ids[tokens.text]])
 
@@ -346,7 +346,7 @@ def require_plain_weights(parameters: Mapping[str, nn.Parameter]) -> None:
 def are_multiplied(before: Sequence[_Embeddings], after: Sequence[_Embeddings], factor: float) -> bool:
     """Whether each image embedding is `factor` times what it was, and text as it was, except for rounding."""
     for old, new in zip(before, after, strict=True):
-        factors = torch.where(old.tokens.visual, factor, 1.0)  # [sequence_length]
+        factors = torch.where(old.tokens.image, factor, 1.0)  # [sequence_length]
         expected = factors[:, None] * old.states.float()
         errors = (new.states.float() - expected).norm(dim=-1)
         # Weights and embeddings are rounded to the embeddings' dtype.

@@ -42,21 +42,21 @@ class Tokens:
     """Type of each position, as masks: `(S,)` for one sample of length `S`, `(batch_size, S)` for a batch.
 
     Attributes:
-        visual: Image tokens: positions that hold a feature of a picture.
+        image: Image tokens: positions that hold a feature of a picture.
         text: Ordinary text tokens.
         excluded: Positions that are neither image tokens nor ordinary text, by the reason why they are excluded.
             `"padding"` and `"special"` (BOS, delimiters of turns and of pictures, other modalities) are always there.
             `"blank picture"`, `"newline"` and `"sink"` are missing if no such token was found or looked for.
     """
 
-    visual: torch.Tensor
+    image: torch.Tensor
     text: torch.Tensor
     excluded: dict[str, torch.Tensor]
 
     def exclude(self, reason: str, mask: torch.Tensor) -> "Tokens":
         """The same types, except that the positions of a mask are excluded for a reason."""
         return Tokens(
-            visual=self.visual & ~mask,
+            image=self.image & ~mask,
             text=self.text & ~mask,
             excluded={**self.excluded, reason: mask},
         )
@@ -154,7 +154,7 @@ def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
         excluded["blank picture"] = is_blank_picture
 
     return Tokens(
-        visual=attended & is_image,
+        image=attended & is_image,
         text=attended & ~is_image & ~is_special,
         excluded=excluded,
     )
@@ -172,8 +172,8 @@ def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
 
     batch = classify(inputs, ids)  # masks of shape (1, S)
     excluded = {reason: mask[0].cpu() for reason, mask in batch.excluded.items()}
-    tokens = Tokens(batch.visual[0].cpu(), batch.text[0].cpu(), excluded)
-    if not tokens.visual.any():
+    tokens = Tokens(batch.image[0].cpu(), batch.text[0].cpu(), excluded)
+    if not tokens.image.any():
         raise DiagnosticsError(f"A sample has no image tokens: the id {ids.image} is not in it. Give it a picture.")
     if not tokens.text.any():
         raise DiagnosticsError("A sample has no ordinary text tokens to compare the picture's with: ask a question.")
@@ -202,7 +202,7 @@ def exclude_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: T
         # The decoder's input may be a multiple of the feature (in Granite), so only directions are compared.
         newline = parameter.to(embeddings.device).float()
         cosines = cosine_similarity(embeddings.float(), newline, dim=-1)  # [S]
-        is_newline = (cosines > NEWLINE_COSINE).cpu() & tokens.visual
+        is_newline = (cosines > NEWLINE_COSINE).cpu() & tokens.image
         tokens = tokens.exclude("newline", is_newline)
     return tokens
 
@@ -218,8 +218,8 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         layer_norms: Norms of the input of each of the `L` layers, and then of the last layer's output, `(L + 1, S)`.
         tokens: Types in which sinks still count as image or text tokens.
     """
-    is_sink = torch.zeros_like(tokens.visual)
-    for mask in (tokens.visual, tokens.text):
+    is_sink = torch.zeros_like(tokens.image)
+    for mask in (tokens.image, tokens.text):
         if not mask.any():
             continue
         norms = layer_norms[1:, mask]  # [L, num_tokens], without the input of the first layer

@@ -295,7 +295,7 @@ def render_norms(summaries: dict[str, Summary]) -> str:
     lines = [title, header]
 
     for label, summary in summaries.items():
-        image_norm = mean_or_nan(summary, "at_decoder", "visual")
+        image_norm = mean_or_nan(summary, "at_decoder", "image")
         text_norm = mean_or_nan(summary, "at_decoder", "text")
         ratio = mean_or_nan(summary, "ratio")
         line = f"{label:26}{image_norm:10.3f}{text_norm:10.3f}{ratio:10.2f}x"

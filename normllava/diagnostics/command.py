@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from normllava.diagnostics.comparison import Comparison, Scope, measure_models
 from normllava.diagnostics.loading import add_arguments, load_model, load_processor, model_options, read_questions
+from normllava.diagnostics.training_answers import read_training_answers
 from normllava.errors import UserError
 from normllava.files import folder_or_id, weights_fingerprint
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Models are measured one by one, and each comparison has one model more than the one before it. The report is
     # saved after each model, so that there is a report even if the next model fails.
     for comparison in comparisons:
-        add_weights_fingerprints(comparison, args.model).save(args.output_dir)
+        add_what_folders_hold(comparison, args.model).save(args.output_dir)
 
     # After the loop, `comparison` is the comparison of all models.
     logger.info("\n%s\n\nReport: %s", comparison, args.output_dir / "report.html")
@@ -116,8 +117,10 @@ def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tupl
         yield name, *load_model(model_name_or_path, **model_options(args))
 
 
-def add_weights_fingerprints(comparison: Comparison, models: Sequence[str]) -> Comparison:
-    """A copy of a comparison, in which each model's report has the fingerprint of the model's weights.
+def add_what_folders_hold(comparison: Comparison, models: Sequence[str]) -> Comparison:
+    """A copy of a comparison, in which each model's report has what the model's folder holds besides the model.
+
+    That is the fingerprint of the weights, and the answers that the model gave while it was trained.
 
     Args:
         comparison: The comparison of the models measured so far.
@@ -126,7 +129,8 @@ def add_weights_fingerprints(comparison: Comparison, models: Sequence[str]) -> C
     model_reports = []
     # The last models may not be measured yet, and then have no report. `strict=False` leaves them out.
     for model_report, model_name_or_path in zip(comparison.report.models, models, strict=False):
-        fingerprint = weights_fingerprint(Path(model_name_or_path))  # `None` for a model on the Hub
-        model_reports.append(replace(model_report, weights=fingerprint))
+        folder = Path(model_name_or_path)  # doesn't exist for a model on the Hub
+        weights = weights_fingerprint(folder)
+        model_reports.append(replace(model_report, weights=weights, answers=read_training_answers(folder)))
     report = replace(comparison.report, models=model_reports)
     return replace(comparison, report=report)

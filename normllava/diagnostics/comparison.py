@@ -305,9 +305,9 @@ def describe_dtype(model: PreTrainedModel) -> str:
 
 def count_tokens(records: Sequence[Record]) -> dict[str, int]:
     """Number of image tokens and of text tokens that are measured, over all records."""
-    num_tokens = {"visual": 0, "text": 0}
+    num_tokens = {"image": 0, "text": 0}
     for record in records:
-        num_tokens["visual"] += int(record.tokens.visual.sum())
+        num_tokens["image"] += int(record.tokens.image.sum())
         num_tokens["text"] += int(record.tokens.text.sum())
     return num_tokens
 

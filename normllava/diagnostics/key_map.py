@@ -38,9 +38,8 @@ COMPONENTS = 50
 PERPLEXITY = 30.0
 # Seed of PCA and of t-SNE.
 SEED = 0
-# How the tokens of each modality are named in the legend and drawn.
-LABELS = {"visual": "image", "text": "text"}
-MARKERS = {"visual": "o", "text": "^"}
+# How the tokens of each modality are drawn.
+MARKERS = {"image": "o", "text": "^"}
 
 
 def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFrame:
@@ -72,7 +71,7 @@ def place_layer(records: Sequence[Record], layer: int) -> pd.DataFrame:
     # `points.scaled` has all image tokens first, and then as many text tokens. `points.pictures` has an entry for each
     # image token.
     num_per_modality = len(points.pictures)
-    modalities = ["visual"] * num_per_modality + ["text"] * num_per_modality
+    modalities = ["image"] * num_per_modality + ["text"] * num_per_modality
 
     vectors = points.scaled.reshape(len(modalities), -1)  # [num_tokens, num_heads * head_dim]
     places = project_to_plane(vectors)
@@ -158,7 +157,7 @@ def _draw_tokens(axis: plt.Axes, tokens: pd.DataFrame) -> None:
             marker=MARKERS[modality],
             linewidth=0,
             alpha=0.7,
-            label=LABELS[modality],
+            label=modality,
         )
     axis.set(xticks=[], yticks=[])
     for side in ("top", "right"):

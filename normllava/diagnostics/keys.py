@@ -63,13 +63,13 @@ class Points(NamedTuple):
     """Keys or values of one layer: of `n` image tokens and `n` text tokens, equally many of both from each picture.
 
     Attributes:
-        visual: Keys or values of image tokens, `(n, num_heads, head_dim)`.
+        image: Keys or values of image tokens, `(n, num_heads, head_dim)`.
         text: Keys or values of text tokens, `(n, num_heads, head_dim)`.
-        pictures: The number of the picture that `visual[i]` and `text[i]` both come from, for each i, `(n,)`.
+        pictures: The number of the picture that `image[i]` and `text[i]` both come from, for each i, `(n,)`.
         num_pictures: Number of all pictures, including pictures from which no token is taken.
     """
 
-    visual: np.ndarray
+    image: np.ndarray
     text: np.ndarray
     pictures: np.ndarray
     num_pictures: int
@@ -89,7 +89,7 @@ class Points(NamedTuple):
 
         Each coordinate has mean 0 and standard deviation 1 over both modalities together.
         """
-        both_modalities = np.concatenate([self.visual, self.text])
+        both_modalities = np.concatenate([self.image, self.text])
         centered = both_modalities - both_modalities.mean(axis=0)
         deviation = both_modalities.std(axis=0)
         return centered / np.where(deviation > 0, deviation, 1)  # a coordinate without deviation is 0
@@ -103,25 +103,25 @@ def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
         layer: Number of the layer.
         records: The record of each picture.
     """
-    visual = []
+    image = []
     text = []
     pictures: list[int] = []
     for number, record in enumerate(records):
         vectors_by_layer = getattr(record, name)
         vectors = vectors_by_layer[layer].transpose(0, 1).numpy()  # [num_kept, num_heads, head_dim]
-        is_image_token = record.tokens.visual[record.key_positions]  # [num_kept]
+        is_image_token = record.tokens.image[record.key_positions]  # [num_kept]
         is_text_token = record.tokens.text[record.key_positions]  # [num_kept]
         image_vectors = vectors[is_image_token]
         text_vectors = vectors[is_text_token]
 
         # The count is 0 if all kept tokens of a modality are sinks, which are in neither mask.
         count = min(len(image_vectors), len(text_vectors))
-        visual.append(take_evenly(image_vectors, count))
+        image.append(take_evenly(image_vectors, count))
         text.append(take_evenly(text_vectors, count))
         pictures += [number] * count
 
     return Points(
-        visual=np.concatenate(visual),
+        image=np.concatenate(image),
         text=np.concatenate(text),
         pictures=np.array(pictures, dtype=int),
         num_pictures=len(records),
@@ -315,7 +315,7 @@ def draw_positions(tokens: Tokens, fingerprint: str, count: int) -> torch.Tensor
     seed = int(fingerprint, 16) % 2**63  # torch takes no larger seeds
     generator = torch.Generator().manual_seed(seed)
     drawn = []
-    for mask in (tokens.visual, tokens.text):
+    for mask in (tokens.image, tokens.text):
         positions = mask.nonzero()[:, 0]
         order = torch.randperm(len(positions), generator=generator)
         drawn.append(positions[order[:count]])

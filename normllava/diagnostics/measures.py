@@ -48,7 +48,7 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
     embedded_norms = []
     for record in records:
         norms_at_decoder = record.layer_norms[0]
-        image_norms.append(norms_at_decoder[record.tokens.visual])
+        image_norms.append(norms_at_decoder[record.tokens.image])
         text_norms.append(norms_at_decoder[record.tokens.text])
         text_ids = record.input_ids[record.tokens.text]
         embedded_norms.append(vocabulary[text_ids])
@@ -67,9 +67,9 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
         # All records are of one model, so they have the same places.
         if place in records[0].interface:
             means = mean_by_sample([record.interface[place] for record in records])
-            tables.append(make_rows(place, means, "visual"))
+            tables.append(make_rows(place, means, "image"))
     tables += [
-        make_rows("at_decoder", image_means, "visual"),
+        make_rows("at_decoder", image_means, "image"),
         make_rows("at_decoder", text_means, "text"),
         make_rows("in_prompt", in_prompt_means, "text"),
         make_rows("vocabulary", modality="text", whole=target),
@@ -93,7 +93,7 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
 
     Turning is 1 minus the cosine of a layer's input and output. An update is the output minus the input.
     """
-    image_masks = [record.tokens.visual for record in records]
+    image_masks = [record.tokens.image for record in records]
     text_masks = [record.tokens.text for record in records]
     layer_norms = [record.layer_norms for record in records]
     cosines = [record.cosines for record in records]
@@ -106,7 +106,7 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
     norm_layers = range(num_layers + 1)
 
     tables = []
-    for modality, masks in (("visual", image_masks), ("text", text_masks)):
+    for modality, masks in (("image", image_masks), ("text", text_masks)):
         tables += [
             make_rows("norm", mean_by_layer(layer_norms, masks), modality, norm_layers),
             make_rows("turning", 1 - mean_by_layer(cosines, masks), modality, layers),
@@ -156,13 +156,13 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
         even = [record.visible[layer][None] for layer in layers]  # [1, num_queries, S] each
 
         # Shares over all keys. A sink (a token with a massive norm) at a picture's position counts as an image token.
-        image_keys_with_sinks = record.tokens_with_sinks.visual
+        image_keys_with_sinks = record.tokens_with_sinks.image
         all_keys = torch.ones_like(image_keys_with_sinks)
         shares["attention"].append(attention_shares(measured, image_keys_with_sinks, all_keys))
         shares["attention_even"].append(attention_shares(even, image_keys_with_sinks, all_keys))
 
         # Shares over image and text tokens that are no sinks.
-        image_keys = record.tokens.visual
+        image_keys = record.tokens.image
         ordinary_keys = image_keys | record.tokens.text
         shares["attention_without_sinks"].append(attention_shares(measured, image_keys, ordinary_keys))
         shares["attention_even_without_sinks"].append(attention_shares(even, image_keys, ordinary_keys))
@@ -201,7 +201,7 @@ def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
         were not recorded are missing.
     """
     # Both records keep the keys and values of the same positions.
-    is_image_token = baseline.tokens.visual[baseline.key_positions]
+    is_image_token = baseline.tokens.image[baseline.key_positions]
 
     turned = {}
     for space in ("keys", "values"):

@@ -146,10 +146,10 @@ def record_baseline(model: PreTrainedModel, processor: Any, questions: Sequence[
     for question in tqdm(questions, desc=f"{name}: x 1", unit="picture"):
         record, states_by_place = record_with_states(model, processor, question, layers)
         records.append(record)
-        layer_1_norms.append(measure_layer_1(states_by_place, record.tokens.visual))
+        layer_1_norms.append(measure_layer_1(states_by_place, record.tokens.image))
 
     # The norms at index 0 are those of the tokens that enter the decoder's first layer.
-    image_norms = mean_by_sample([record.layer_norms[0, record.tokens.visual] for record in records])
+    image_norms = mean_by_sample([record.layer_norms[0, record.tokens.image] for record in records])
     text_norms = mean_by_sample([record.layer_norms[0, record.tokens.text] for record in records])
     return Baseline(records, layer_1_norms, float(image_norms.mean()), float(text_norms.mean()))
 

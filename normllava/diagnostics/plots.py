@@ -45,13 +45,13 @@ FAINT = "#8c959f"  # grey, for what a curve is compared with
 # The colours below are Okabe and Ito's, which people with colour blindness can tell apart. Curves also differ in their
 # dash patterns.
 GREEN = "#009e73"
-MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
+MODALITY_COLOURS = {"image": "#d55e00", "text": "#0072b2"}
 # Styles of curves, as options of matplotlib's `plot`. A dash pattern is an offset, and then the lengths of dashes and
 # gaps in turn.
 DOTTED: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "marker": ""}
 RING: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 8, "markerfacecolor": "none"}
 MODALITY_STYLES: dict[str, dict[str, Any]] = {
-    "visual": {"color": MODALITY_COLOURS["visual"]},
+    "image": {"color": MODALITY_COLOURS["image"]},
     "text": {"color": MODALITY_COLOURS["text"], "linestyle": (0, (5, 1.5)), "marker": "s"},
 }
 MODEL_STYLES: list[dict[str, Any]] = [

@@ -186,7 +186,7 @@ class Probe:
         # Without features, a picture's positions hold the embedding of the image token, which is only a placeholder.
         placeholder_id = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
         placeholder = self._model.get_input_embeddings()(placeholder_id)[0].to(embeddings)  # [1, hidden_size]
-        image_tokens = embeddings[0, self._tokens.visual]
+        image_tokens = embeddings[0, self._tokens.image]
         if torch.equal(image_tokens, placeholder.expand_as(image_tokens)):
             raise DiagnosticsError(
                 f"{name} has no image tokens: at a picture's positions its decoder gets the embedding of a "
@@ -214,8 +214,8 @@ class Probe:
         layer_norms = torch.cat([norms_before, norms_after[-1:]])  # [L + 1, S]
 
         tokens_with_sinks = self._tokens
-        is_visual_or_text = tokens_with_sinks.visual | tokens_with_sinks.text
-        if not layer_norms[:, is_visual_or_text].isfinite().all():
+        is_image_or_text = tokens_with_sinks.image | tokens_with_sinks.text
+        if not layer_norms[:, is_image_or_text].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
             )
@@ -270,7 +270,7 @@ def choose_queries(tokens: Tokens) -> torch.Tensor:
     """
     is_in_prompt = ~tokens.excluded["padding"]
     prompt_positions = is_in_prompt.nonzero()[:, 0]
-    last_image_position = tokens.visual.nonzero()[-1, 0]
+    last_image_position = tokens.image.nonzero()[-1, 0]
     is_text_after_picture = (prompt_positions > last_image_position) & tokens.text[prompt_positions]
     text_positions = prompt_positions[is_text_after_picture]
 

@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from normllava.diagnostics import divergence, key_map, keys
 from normllava.diagnostics.scaling import UNCHANGED_DOSE
 from normllava.diagnostics.table import Estimate, Summary, subtract_rows, summaries_by_dose, summarize_rows, with_means
+from normllava.diagnostics.training_answers import TrainingAnswer
 from normllava.diagnostics.verdict import (
     LARGER,
     SMALLER,
@@ -91,6 +92,7 @@ class ModelReport:
         summary: The results, as means over pictures.
         sweep: The lines on the sweep in the model's box, which is at the top of the page; empty without a sweep.
         weights: Fingerprint of the weights; `None` if they are not in a local folder.
+        answers: What the model answered to held-out rows while it was trained; empty if that isn't known.
     """
 
     name: str
@@ -105,6 +107,7 @@ class ModelReport:
     summary: Summary
     sweep: list[str] = field(default_factory=list)
     weights: str | None = None
+    answers: list[TrainingAnswer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -205,16 +208,17 @@ def with_interval(estimate: Estimate) -> str:
     if not math.isfinite(width):
         return format_number(estimate.mean)
 
-    if width == 0:  # all pictures have the same value
+    # All pictures have the same value, but for the rounding of float32.
+    largest = max(abs(estimate.mean), abs(estimate.low), abs(estimate.high))
+    if width <= 1e-6 * largest:
         return f"{format_number(estimate.mean, digits=5)} (± 0)"
 
     # The ends of a very narrow interval differ only after many digits. So half of the interval's width is shown in
-    # place of the ends, as in "1.13277 (± 4e-05)". The mean is shown down to the second digit of the width, but with
-    # no more than the 8 significant digits that float32 holds.
-    largest = max(abs(estimate.mean), abs(estimate.low), abs(estimate.high))
+    # place of the ends, as in "1.13277 (± 0.00004)". The mean is shown down to the second digit of the width.
     if width <= 1e-4 * largest:
-        digits = min(8, 1 - math.floor(math.log10(width / largest)))
-        return f"{format_number(estimate.mean, digits)} (± {width / 2:.1g})"
+        digits = 1 - math.floor(math.log10(width / largest))
+        decimals = -math.floor(math.log10(width / 2))
+        return f"{format_number(estimate.mean, digits)} (± {width / 2:.{decimals}f})"
 
     # For a width of 0.18 these are two decimals, for 18 none.
     decimals = max(0, 1 - math.floor(math.log10(width)))
@@ -263,8 +267,24 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     tables = {}
     for title, texts_of_chapter in texts.items():
         if texts_of_chapter:
-            tables[title] = pd.DataFrame.from_dict(texts_of_chapter, orient="index", columns=list(frames))
+            rows_of_chapter = join_equal_rows(texts_of_chapter)
+            tables[title] = pd.DataFrame.from_dict(rows_of_chapter, orient="index", columns=list(frames))
     return tables
+
+
+def join_equal_rows(texts: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The rows of a table by label, in which neighbours with the same texts are one row with both labels.
+
+    What the projector returns is in most models what enters the decoder, for instance.
+    """
+    joined: dict[str, dict[str, str]] = {}
+    for label, texts_of_row in texts.items():
+        last_label = next(reversed(joined), None)
+        if last_label is not None and joined[last_label] == texts_of_row:
+            joined[f"{last_label} = {label}"] = joined.pop(last_label)
+        else:
+            joined[label] = texts_of_row
+    return joined
 
 
 def make_sweep_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -20,7 +20,7 @@ from normllava.parts import layer_groups
 
 # An interval holds the true mean with this probability.
 LEVEL = 0.95
-# Columns of the rows that measures return. `modality` is "visual", "text" or empty. `value` is the measure's value for
+# Columns of the rows that measures return. `modality` is "image", "text" or empty. `value` is the measure's value for
 # the picture whose number is in `picture`. A measure that is no mean over pictures also has a row for all pictures,
 # where `picture` is missing; in its rows for single pictures the values are pseudo-values.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
@@ -100,7 +100,7 @@ def make_rows(
     Args:
         measure: The measure's name.
         values: A value for each picture, `(num_pictures,)`; with `layers`, `(num_pictures, num_layers)`.
-        modality: `"visual"` or `"text"` if only tokens of this modality are measured.
+        modality: `"image"` or `"text"` if only tokens of this modality are measured.
         layers: Layer numbers of a measure by layer.
         whole: The value over all pictures, a number or `(num_layers,)`, of a measure that is no mean over pictures.
     """

@@ -61,7 +61,7 @@ class Place(StrEnum):
     """How the norm of image tokens compares with the norms of what attention and the MLP of layer 1 add to them."""
 
     BELOW_ATTENTION = "below what attention adds, so they are mixed mostly from that"
-    ABOVE_BOTH = "above what both add, so layer 1 leaves them mostly as they came"
+    ABOVE_BOTH = "above what both add, so the first layer leaves them mostly as they came"
     BETWEEN = "between the two, so the first MLP overwrites most of what entered"
     NEAR_ONE = "about as large as one of the two"
 

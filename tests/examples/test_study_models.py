@@ -248,7 +248,7 @@ def test_turning_and_attention_are_measured_in_each_layer(
     measured = measures.measure_decoder(model, processor)
     num_layers = model.config.text_config.num_hidden_layers
     assert {modality: len(by_layer) for modality, by_layer in measured["turning"].items()} == {
-        "visual": num_layers,
+        "image": num_layers,
         "text": num_layers,
     }
     assert len(measured["attention"]) == num_layers

@@ -311,7 +311,7 @@ def measured_run(run: Path) -> Path:
     (evaluation,) = json.loads((run / "evaluation.json").read_text())
     rows = [
         summary_row("ratio", modality="", mean=1.5, low=1.25, high=1.75),
-        summary_row("turning", modality="visual", mean=0.25, low=0.2, high=0.3),
+        summary_row("turning", modality="image", mean=0.25, low=0.2, high=0.3),
         summary_row("turning", modality="text", mean=0.5, low=0.4, high=0.6),
     ]
     model = {

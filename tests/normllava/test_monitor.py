@@ -35,7 +35,7 @@ def test_figures_of_a_family_are_those_of_the_diagnostics(name: str) -> None:
     record = record_sample(model, sample)
     tokens = record.tokens
     newlines = tokens.excluded.get("newline")
-    image = tokens.visual if newlines is None else tokens.visual | newlines  # found only by a forward pass
+    image = tokens.image if newlines is None else tokens.image | newlines  # found only by a forward pass
     sinks = tokens.excluded.get("sink", torch.zeros_like(image))
     assert not sinks.any()
     for kind, mask in (("image", image), ("text", tokens.text)):

@@ -12,7 +12,7 @@ from normllava.tokens import TokenIds, classify, classify_sample, find_sinks
 IDS = TokenIds(image=9, special=frozenset({0, 1, 2}))
 # The token ids of a sample with a picture and of a sample without one, and the type of each token.
 PICTURE_IDS = [1, 9, 9, 5, 6, 2]
-PICTURE_TYPES = ["special", "visual", "visual", "text", "text", "special"]
+PICTURE_TYPES = ["special", "image", "image", "text", "text", "special"]
 TEXT_IDS = [1, 7, 2]
 TEXT_TYPES = ["special", "text", "special"]
 
@@ -20,7 +20,7 @@ TEXT_TYPES = ["special", "text", "special"]
 def token_types(batch: dict[str, torch.Tensor]) -> list[list[str]]:
     """The type of each position of a batch, after a check that every position has exactly one type."""
     tokens = classify(batch, IDS)
-    masks = {"visual": tokens.visual, "text": tokens.text, **tokens.excluded}
+    masks = {"image": tokens.image, "text": tokens.text, **tokens.excluded}
     names = list(masks)
     stacked = torch.stack(list(masks.values())).int()  # [num_types, batch_size, length]
     assert (stacked.sum(dim=0) == 1).all()

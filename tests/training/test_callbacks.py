@@ -43,13 +43,13 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     rows_file.write_text(json.dumps(rows_with_pictures))
 
     # The norms of image tokens and of text tokens at the decoder's input, from all rows.
-    visual_norms = []
+    image_norms = []
     text_norms = []
     for record in measure_rows(make_model_folder(), rows_file):
         input_norms = record.layer_norms[0]  # [num_tokens]
-        visual_norms.append(input_norms[record.tokens.visual])
+        image_norms.append(input_norms[record.tokens.image])
         text_norms.append(input_norms[record.tokens.text])
-    expected_visual = torch.cat(visual_norms).mean().item()
+    expected_image = torch.cat(image_norms).mean().item()
     expected_text = torch.cat(text_norms).mean().item()
 
     # Each run has one step on all 24 rows.
@@ -65,9 +65,9 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
         run(tmp_path, **fields_of_run)
         metrics = read_metrics(tmp_path / name)
         step = metrics[0]
-        assert step["norm/image"] == pytest.approx(expected_visual, rel=1e-5), name
+        assert step["norm/image"] == pytest.approx(expected_image, rel=1e-5), name
         assert step["norm/text"] == pytest.approx(expected_text, rel=1e-5), name
-        assert step["norm/ratio"] == pytest.approx(expected_visual / expected_text, rel=1e-5), name
+        assert step["norm/ratio"] == pytest.approx(expected_image / expected_text, rel=1e-5), name
         # Two of Trainer's figures on the whole run are left out, since they would be wrong: `total_flos` counts
         # padding, and `train_samples_per_second` counts a packed row as one sample.
         summary = metrics[-1]

@@ -24,13 +24,13 @@ from typing_extensions import override
 from normllava.conversations.pictures import open_images
 from normllava.conversations.rows import IMAGE_MARK, Row, row_turns
 from normllava.diagnostics.answers import GREEDY
+from normllava.diagnostics.training_answers import ANSWERS_FILE
 from normllava.files import write_whole
 from normllava.tokens import IGNORED
 from training.modules.stages import base_model
 from training.rows.collator import VisionLanguageCollator
 
 
-ANSWERS_FILE = "answers.jsonl"
 MAX_NEW_TOKENS = 64
 # The most characters of a text on the console.
 CONSOLE_WIDTH = 100

@@ -174,7 +174,7 @@ class KeyAlignment:
             return
 
         self._tokens = classify(kwargs, self._token_ids)
-        visual = draw_tokens(self._tokens.visual)
+        visual = draw_tokens(self._tokens.image)
         text = draw_tokens(self._tokens.text)
         self._positions = torch.cat([visual, text])
         self._num_visual = len(visual)
@@ -233,7 +233,7 @@ class KeyAlignment:
                 all_keys = self._keys.pop(number)
                 # A projection or key norm gives [batch_size, sequence_length, ...], but some key norms come after the
                 # heads have moved to the second dimension.
-                if all_keys.shape[:2] != tokens.visual.shape:
+                if all_keys.shape[:2] != tokens.image.shape:
                     all_keys = all_keys.transpose(1, 2)  # [batch_size, sequence_length, num_heads, head_dim]
                 drawn_keys = all_keys.flatten(0, 1)[self._positions]
                 keys = split_heads(drawn_keys, attention.head_dim)  # [num_heads, num_drawn, head_dim]
@@ -252,13 +252,13 @@ class KeyAlignment:
     def _indices_without_sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices of image tokens and of text tokens among the drawn tokens, without sinks."""
         is_visual = torch.arange(len(self._positions)) < self._num_visual
-        drawn_tokens = Tokens(visual=is_visual, text=~is_visual, excluded={})
+        drawn_tokens = Tokens(image=is_visual, text=~is_visual, excluded={})
         # `find_sinks` expects the norms of the decoder's input in the first row, and ignores this row. Here the
         # first layer's norms fill it.
         norms = torch.stack([self._norms[0], *self._norms]).cpu()  # [num_layers + 1, num_drawn]
         is_sink = find_sinks(norms, drawn_tokens)
 
-        visual = (drawn_tokens.visual & ~is_sink).nonzero()[:, 0]
+        visual = (drawn_tokens.image & ~is_sink).nonzero()[:, 0]
         text = (drawn_tokens.text & ~is_sink).nonzero()[:, 0]
         return visual.to(self._positions.device), text.to(self._positions.device)
 

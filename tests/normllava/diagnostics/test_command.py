@@ -70,7 +70,7 @@ def test_two_models_side_by_side_and_a_third_that_fails(
     assert first.name == "without"
     assert second.name == "with"
     assert second.num_pictures == 3
-    assert second.num_tokens["visual"] == 3 * 4  # a picture has 2 x 2 patches
+    assert second.num_tokens["image"] == 3 * 4  # a picture has 2 x 2 patches
     assert second.excluded["special"] > 0
     # Composing gives image embeddings the norm of text embeddings.
     assert second.summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)

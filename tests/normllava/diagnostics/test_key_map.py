@@ -23,7 +23,7 @@ NUM_TEXT_TOKENS = 12  # of the question that is asked about each picture
 def records() -> list[Record]:
     """Records with random keys. In each layer but layer 0, the keys of image tokens lie apart from those of text."""
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
-    is_image_token = record.tokens.visual
+    is_image_token = record.tokens.image
     all_positions = torch.arange(len(is_image_token))
     keys_shape = (2, len(is_image_token), 8)  # num_key_value_heads, num_tokens, head_dim
     generator = torch.Generator().manual_seed(0)

@@ -104,9 +104,9 @@ def with_vectors(
     """
     num_heads, _, head_dim = image_vectors.shape
     tokens = record.tokens_with_sinks  # all image and text tokens, also those that are sinks in the real record
-    length = len(tokens.visual)
+    length = len(tokens.image)
     vectors = torch.zeros(num_heads, length, head_dim)
-    vectors[:, tokens.visual] = image_vectors
+    vectors[:, tokens.image] = image_vectors
     vectors[:, tokens.text] = text_vectors
     return dataclasses.replace(record, **{space: {0: vectors}}, key_positions=torch.arange(length))
 

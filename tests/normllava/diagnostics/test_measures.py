@@ -75,17 +75,17 @@ def test_attention_is_measured_with_sinks_and_without() -> None:
     """All attention goes to three tokens: an image token that is a sink, another image token and a text token."""
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
     tokens = record.tokens_with_sinks
-    image_positions = tokens.visual.nonzero()[:, 0]
+    image_positions = tokens.image.nonzero()[:, 0]
     text_positions = tokens.text.nonzero()[:, 0]
     sink = image_positions[0]
     image_token = image_positions[1]
     text_token = text_positions[0]
 
-    probabilities = torch.zeros(1, len(record.queries), len(tokens.visual))  # [num_heads, num_queries, num_tokens]
+    probabilities = torch.zeros(1, len(record.queries), len(tokens.image))  # [num_heads, num_queries, num_tokens]
     probabilities[..., sink] = 0.6
     probabilities[..., image_token] = 0.1
     probabilities[..., text_token] = 0.3
-    is_sink = torch.zeros_like(tokens.visual)
+    is_sink = torch.zeros_like(tokens.image)
     is_sink[sink] = True
     tokens_without_sink = tokens.exclude("sink", is_sink)  # "sink" is the reason why the token is left out
     changed_record = dataclasses.replace(record, attention={0: probabilities}, tokens=tokens_without_sink)

@@ -68,7 +68,7 @@ def test_each_token_of_a_family_gets_its_type(name: str) -> None:
         assert "newline" not in tokens.excluded
 
     num_image_ids = (sample["input_ids"] == IMAGE).sum()  # newline features stand at image ids too
-    assert tokens.visual.sum() == num_image_ids - num_newlines
+    assert tokens.image.sum() == num_image_ids - num_newlines
     assert tokens.text.sum() == 3 + 9  # the words before and after the picture
     assert tokens.excluded["padding"].sum() == 3
 
@@ -85,7 +85,7 @@ def test_norms_on_the_way_into_the_decoder_agree(name: str) -> None:
     if name not in CHANGED_AFTER_PROJECTOR:
         # Sorted, because the decoder may get the features in another order.
         projected = record.interface["projector_output"].sort().values
-        entering = record.layer_norms[0, record.tokens.visual].sort().values
+        entering = record.layer_norms[0, record.tokens.image].sort().values
         assert torch.allclose(projected, entering, rtol=1e-5)
 
     # Text embeddings enter the decoder as they are.
@@ -305,8 +305,8 @@ def test_a_model_set_by_hand_has_the_norms_it_was_given() -> None:
     assert vocabulary_norm < text_norm < ODD_NORM
 
     summary = Summary.of(measure_interface([record], vocabulary_norms(model)))
-    assert summary.look("projector_output", "visual").mean == pytest.approx(IMAGE_NORM)
-    assert summary.look("at_decoder", "visual").mean == pytest.approx(IMAGE_NORM)
+    assert summary.look("projector_output", "image").mean == pytest.approx(IMAGE_NORM)
+    assert summary.look("at_decoder", "image").mean == pytest.approx(IMAGE_NORM)
     assert summary.look("at_decoder", "text").mean == pytest.approx(text_norm)
     assert summary.look("in_prompt", "text").mean == pytest.approx(text_norm)
     assert summary.look("vocabulary", "text").mean == pytest.approx(vocabulary_norm)
@@ -323,7 +323,7 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
 
     text_ids = sample["input_ids"][0, record.tokens.text]
     norms_at_entrance = {
-        "visual": np.full(16, IMAGE_NORM),
+        "image": np.full(16, IMAGE_NORM),
         "text": np.where(text_ids % 2 == 0, EVEN_NORM, ODD_NORM),
     }
     turning = {}
@@ -348,7 +348,7 @@ def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
         # If no layer is named, a summary gives the mean over layers.
         assert summary.look("turning", modality).mean == pytest.approx(turning[modality].mean(), abs=1e-6)
 
-    gaps = turning["text"] - turning["visual"]
+    gaps = turning["text"] - turning["image"]
     assert summary.curve("gap")["mean"].tolist() == pytest.approx(gaps.tolist(), abs=1e-6)
     # The last of the three layers is the last third. Both records are the same, so the interval has no width.
     last_gap = summary.look("gap, last third")

@@ -1,5 +1,6 @@
 """Tests of the report: its box of findings, its numbers, differences and figures. No user's text becomes markup."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from normllava.diagnostics.report import (
     box_lines,
     format_factor,
     format_percent,
+    join_equal_rows,
     make_sweep_table,
     make_tables,
     measured_on,
@@ -27,6 +29,8 @@ from normllava.diagnostics.report import (
 )
 from normllava.diagnostics.scaling import OWN_PICTURE
 from normllava.diagnostics.table import Estimate, Summary, jackknife_rows, make_rows, ratio_rows, summaries_by_dose
+from normllava.diagnostics.training_answers import read_training_answers
+from normllava.errors import UserError
 
 
 # A name with characters that HTML, Markdown, TeX or Unicode give a meaning: \u202e reverses the text after it.
@@ -57,7 +61,7 @@ def make_rows_of_a_model(
         return rng.normal(mean, 0.002, (num_pictures, num_layers))
 
     rows = [
-        make_rows("at_decoder", around(40), "visual"),
+        make_rows("at_decoder", around(40), "image"),
         ratio_rows("ratio", around(40 + seed), around(20)),
         make_rows("gap", around_by_layer(0) + gap_by_layer, layers=layers),
         ratio_rows("norm_ratio", around_by_layer(40), around_by_layer(20), layers),
@@ -67,7 +71,7 @@ def make_rows_of_a_model(
         make_rows("gain_l2", whole=8.1),
         make_rows("bias_l2", whole=0.1),
     ]
-    for modality in ("visual", "text"):
+    for modality in ("image", "text"):
         for measure in ("norm", "turning"):
             rows.append(make_rows(measure, around_by_layer(1), modality, layers))
     if with_keys:
@@ -90,7 +94,7 @@ def make_report(rows_by_name: dict[str, pd.DataFrame]) -> Report:
             num_layers=6,
             hidden_size=32,
             num_pictures=num_pictures,
-            num_tokens={"visual": 96},
+            num_tokens={"image": 96},
             excluded={"sink": 2},
             notes=[f"note on {name}"],
             summary=Summary.of(rows),
@@ -245,7 +249,7 @@ def test_a_sweep_has_a_chapter_and_its_figure_takes_the_place_of_the_overview(tm
     )
     assert "What its attention and MLP add was not told apart" in chapters
     # At × 0.03 image tokens have norm 0.03 · 2 = 0.06. The rows' `eps` is 1: 0.06 / √(0.06² + 1²) = 0.06.
-    assert "At × 0.03 the eps of layer 1's norm alone leaves attention 0.06 times the usual norm." in chapters
+    assert "At × 0.03 the eps of the first layer's norm alone leaves attention 0.06 times the usual norm." in chapters
     assert not re.search(r"\bnan\b|\bNone\b", page)
 
 
@@ -269,8 +273,9 @@ def test_the_figure_of_a_sweep_has_a_curve_over_the_norm_and_a_ring_at_dose_1() 
         pytest.param(Estimate(12345.6, 12000.0, 12691.0), "12,346 (12,000 to 12,691)", id="thousands"),
         pytest.param(Estimate(-0.0041, -0.08, 0.07), "0.00 (−0.08 to 0.07)", id="no minus before zero"),
         pytest.param(Estimate(1.5, 1.5, 1.5), "1.5 (± 0)", id="no width"),
-        pytest.param(Estimate(0.99999123, 0.99999081, 0.99999165), "0.99999123 (± 4e-07)", id="very narrow"),
-        pytest.param(Estimate(1.132774, 1.132734, 1.132814), "1.13277 (± 4e-05)", id="narrow"),
+        pytest.param(Estimate(0.99999123, 0.99999081, 0.99999165), "0.99999 (± 0)", id="float32's rounding"),
+        pytest.param(Estimate(9.7979585, 9.79795845, 9.79795855), "9.798 (± 0)", id="a norm that is constant"),
+        pytest.param(Estimate(1.132774, 1.132734, 1.132814), "1.13277 (± 0.00004)", id="narrow"),
         pytest.param(Estimate(1.23456), "1.23", id="no interval"),
         pytest.param(Estimate(12345.6), "12,346", id="no interval, thousands"),
     ],
@@ -352,3 +357,38 @@ def test_a_figure_that_is_missing_is_left_out_of_the_page(hostile_report: Report
     (tmp_path / "overview.png").write_bytes(b"the only figure")
     page = render_html(hostile_report, join_rows(HOSTILE_ROWS), tmp_path)
     assert page.count("<figure") == 1
+
+
+def test_neighbours_with_the_same_texts_are_one_row() -> None:
+    texts = {"a": {"m": "1"}, "b": {"m": "1"}, "c": {"m": "2"}, "d": {"m": "1"}}
+    assert join_equal_rows(texts) == {"a = b": {"m": "1"}, "c": {"m": "2"}, "d": {"m": "1"}}
+
+
+def test_the_page_shows_the_first_and_the_last_answers_of_a_run(tmp_path: Path) -> None:
+    lines = []
+    for step, answers in ((10, ("e", "e")), (20, ("the", "a")), (30, ("<b>blue</b>", "red"))):
+        for row, answer in enumerate(answers):
+            line = {"step": step, "row": row, "question": f"What is {row}?", "expected": "blue", "answer": answer}
+            lines.append(json.dumps(line))
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
+
+    rows = make_rows_of_a_model()
+    report = make_report({"model": rows})
+    (model,) = report.models
+    report = replace(report, models=[replace(model, answers=read_training_answers(tmp_path))])
+    page = render_html(report, join_rows({"model": rows}), tmp_path)
+    cells = re.findall(r"<t[hd]>([^<]*)</t[hd]>", page)
+    start = cells.index("question")
+    assert [unescape(cell) for cell in cells[start : start + 12]] == [
+        *("question", "should say", "step 10", "step 30"),
+        *("What is 0?", "blue", "e", "<b>blue</b>"),
+        *("What is 1?", "blue", "e", "red"),
+    ]
+
+
+def test_half_a_line_of_answers_is_named(tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text(
+        '{"step": 1, "row": 0, "question": "", "expected": "", "answer": ""}\n{"st'
+    )
+    with pytest.raises(UserError, match=r"answers.jsonl, line 2, can't be read"):
+        read_training_answers(tmp_path)

@@ -308,7 +308,7 @@ def test_the_command_with_rows_that_have_answers(
     # Sinks count neither for `length` nor for `norm`.
     length = rows.query("measure == 'length'")["value"].mean()
     norms = rows.query("measure == 'norm' and layer == 0 and dose == 1").groupby("modality")["value"].mean()
-    assert length == pytest.approx(norms["visual"] / norms["text"])
+    assert length == pytest.approx(norms["image"] / norms["text"])
 
     summary_of_page = page.split("<h2>Other norms")[0]  # before the first chapter
     assert "Right answers: " in summary_of_page

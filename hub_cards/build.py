@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hub_cards.card import Widget, read_prose, render_card
+from hub_cards.card import PROSE_FORM, Widget, read_prose, read_widget, render_card
 from hub_cards.check import find_model_faults
 from hub_cards.contents import (
     APACHE_TEXT,
@@ -177,7 +177,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
 
     let_others_read(partial_folder)
 
-    build_space(folder.with_name(f"{folder.name}-space"))
+    build_space(folder.with_name(f"{folder.name}-space"), partial_folder, widgets)
     partial_folder.rename(folder)  # may replace an empty folder
     return model.weights
 
@@ -199,23 +199,26 @@ def check_names(run: Path, options: BuildOptions) -> None:
 
 
 def find_prose(run: Path) -> Path:
-    """The file with the card's prose: `card.yaml` beside the recipe that a run was started with.
+    """The file with the card's prose: `card.yaml` beside the recipe that a run was started with, or in the run.
 
     Raises:
-        UserError: if the run records no recipe, or the file is missing.
+        UserError: if there is no such file. Then one is written, for the user to fill in.
     """
-    advice = "Give the card's prose with --prose; training/recipes/*/card.yaml are examples."
     record_file = run / "run.json"
-    recipe_file = None
-    if record_file.exists():
-        recipe_file = read_json(record_file).get("recipe")
-    if recipe_file is None:
-        raise UserError(f"{record_file} names no recipe. {advice}")
+    recipe_file = read_json(record_file).get("recipe") if record_file.exists() else None
+    folders = [run]
+    if recipe_file is not None and Path(recipe_file).parent.is_dir():
+        folders.insert(0, Path(recipe_file).parent)
+    for folder in folders:
+        if (folder / "card.yaml").exists():
+            return folder / "card.yaml"
 
-    prose_file = Path(recipe_file).with_name("card.yaml")
-    if not prose_file.exists():
-        raise UserError(f"{prose_file} is missing. {advice}")
-    return prose_file
+    prose_file = folders[0] / "card.yaml"
+    prose_file.write_text(PROSE_FORM, encoding="utf-8")
+    raise UserError(
+        f"The card needs a sentence: {prose_file} was written for it. Say in its first field what the model is for, "
+        "change the others as you like, and push again."
+    )
 
 
 def check_licensed_name(licence: Licence, repo_id: str) -> None:
@@ -389,7 +392,23 @@ def save_picture(picture: Image.Image, path: Path) -> None:
     without_metadata.save(path)
 
 
-def build_space(folder: Path) -> None:
-    """Write the Space's files into a folder. Other files in the folder stay as they are."""
+def build_space(folder: Path, release_folder: Path, widgets: list[Widget]) -> None:
+    """Write the Space's files into a folder. Other files in the folder stay as they are.
+
+    Args:
+        folder: The Space's folder.
+        release_folder: The folder with the pictures of the widgets.
+        widgets: The release's examples, which the Space offers too.
+    """
     shutil.copytree(SPACE_FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(PIXELS_FILE, folder)
+
+    examples = []
+    for widget in widgets:
+        picture, question = read_widget(widget)
+        (folder / picture).parent.mkdir(exist_ok=True)
+        shutil.copy(release_folder / picture, folder / picture)
+        examples.append({"picture": picture, "question": question})
+    if examples:
+        text = json.dumps(examples, indent=2, ensure_ascii=False)
+        (folder / "examples.json").write_text(text + "\n", encoding="utf-8")

@@ -56,14 +56,27 @@ class Prose:
     """
 
     summary: str
-    intended_use: str
-    out_of_scope: str
-    training_data: str
-    limits: str
+    intended_use: str = "Research, and questions about pictures where a wrong answer does no harm."
+    out_of_scope: str = "Decisions about people, in medicine, in law or for safety, and what it was not trained on."
+    training_data: str = "The tables list what each stage was trained on."
+    limits: str = "It answers with confidence whether or not the picture shows what is asked."
     language: list[str] = field(default_factory=list)
     datasets: list[str] = field(default_factory=list)
     language_model: str = ""
     vision_encoder: str = ""
+
+
+# What is written for users to fill in.
+PROSE_FORM = f"""\
+# What the model's card says; all figures come from the run itself.
+summary:  # one sentence: what the model is for
+intended_use: {Prose.intended_use}
+out_of_scope: {Prose.out_of_scope}
+training_data: {Prose.training_data}
+limits: {Prose.limits}
+language: [en]  # codes of the languages that it speaks
+datasets: []  # the training data's ids on the Hub
+"""
 
 
 def read_prose(path: Path, facts: Facts) -> Prose:
@@ -75,8 +88,10 @@ def read_prose(path: Path, facts: Facts) -> Prose:
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not content.get("summary"):
+            raise UserError(f"{path}: summary is missing. Say in a sentence what the model is for.")
         prose = Prose(**content)
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
         known_fields = ", ".join(prose_field.name for prose_field in fields(Prose))
         raise UserError(f"{path} is not a card's prose ({error}). Its fields are: {known_fields}.") from error
 
@@ -186,6 +201,8 @@ def build_metadata(
     tags = ["conversational", "normllava"]
     if not facts.model.is_plain_llava:
         tags.insert(0, "custom_code")
+    if facts.stages:
+        tags += ["trl", "sft"]
 
     # Fields that are `None` are left out of the YAML block.
     return ModelCardData(
@@ -206,9 +223,15 @@ def choose_question(widgets: list[Widget]) -> str:
     """The question that the card's snippet asks: the question of the first example, if there are examples."""
     if not widgets:
         return DEFAULT_QUESTION
-    (message,) = widgets[0]["messages"]
-    _, question_part = message["content"]  # the first part is the picture
-    return question_part["text"]
+    _, question = read_widget(widgets[0])
+    return question
+
+
+def read_widget(widget: Widget) -> tuple[str, str]:
+    """The file of an example's picture in the release, and its question."""
+    (message,) = widget["messages"]
+    picture_part, question_part = message["content"]
+    return picture_part["image_url"]["url"], question_part["text"]
 
 
 def norm_name(config: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from hub_cards.licences import KNOWN_LICENCES, Licence
 from hub_server import REPO_ID, run_command
 from normllava.files import weights_fingerprint
 from plants import WEIGHTS, change_weights, set_fields, split_weights, write_file
+from training.folders.run import Composed
 
 
 ROOT = Path(__file__).parents[2]
@@ -529,12 +530,8 @@ def test_a_push_finds_the_recipes_prose_and_the_report_of_the_diagnostics(
     monkeypatch.setattr("hub_cards.__main__.get_token", lambda: None)  # so the Hub is not asked
     dry_run = ["push", run, "--repo_id", "me/Mine", "--license", "apache-2.0", "--dry_run"]
 
-    # There is no card.yaml beside the recipe yet.
-    set_fields("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
-    with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing. Give .* --prose; training/recipes/\*/card"):
-        run_command(*dry_run)
-
     (tmp_path / "recipes").mkdir()
+    set_fields("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
     shutil.copy(prose, tmp_path / "recipes" / "card.yaml")
     shutil.copytree(report, run / "diagnostics")
     run_command(*dry_run)
@@ -542,6 +539,42 @@ def test_a_push_finds_the_recipes_prose_and_the_report_of_the_diagnostics(
     assert "| pictures | 2 |" in (run / "release" / "README.md").read_text()
     # A picture of a few bytes would be no plot.
     assert (run / "release" / "diagnostics" / "overview.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("names_recipe", [True, False])
+def test_a_card_yaml_is_written_in_which_one_sentence_is_filled_in(
+    run: Path, names_recipe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hub_cards.__main__.get_token", lambda: None)  # so the Hub is not asked
+    dry_run = ["push", run, "--repo_id", "me/Mine", "--license", "apache-2.0", "--dry_run"]
+    folder = run
+    if names_recipe:
+        folder = tmp_path / "mine"
+        folder.mkdir()
+        set_fields("run.json", recipe=str(folder / "adapt.yaml"))(run)
+
+    with pytest.raises(SystemExit, match=rf"The card needs a sentence: {folder}/card.yaml was written for it"):
+        run_command(*dry_run)
+    with pytest.raises(SystemExit, match=r"card.yaml: summary is missing. Say in a sentence what the model is for"):
+        run_command(*dry_run)
+
+    form = (folder / "card.yaml").read_text()
+    (folder / "card.yaml").write_text(form.replace("summary:", "summary: Reads the labels of our parts.", 1))
+    run_command(*dry_run)
+    card = ModelCard.load(run / "release" / "README.md")
+    assert "Reads the labels of our parts." in card.text
+    assert f"**Intended.** {Prose.intended_use}" in card.text
+
+
+def test_no_earlier_training_is_missing_where_there_was_none(run: Path, build_card: Callable[..., str]) -> None:
+    """The run began with stage "instruct", from a model that `training/compose.py` had just made."""
+    composed = run.parent / "gone"
+    missing = "Training before the stage that follows: not recorded"
+    assert missing in build_card(run, **OWN_LICENCE)
+    composed.mkdir()
+    Composed(projector_scaled=False, projector_aligned=False, llava_name_or_path=None).write(composed)
+    set_fields("run.json", arguments__model_name_or_path=str(composed))(run)
+    assert missing not in build_card(run, **OWN_LICENCE)
 
 
 def test_the_prose_of_every_recipe_can_be_read() -> None:
@@ -658,9 +691,10 @@ def test_a_revision_that_pins_no_code_is_refused(revision: str, run: Path, build
     ("line", "message"),
     [
         ("dataset: [a/b]", "card.yaml is not a card's prose .*unexpected keyword argument 'dataset'"),
+        ("summary:", "card.yaml: summary is missing. Say in a sentence what the model is for"),
         ("language: [no]", r"card.yaml: language is \[False\], not text"),
     ],
-    ids=["unknown field", "value that is not text"],
+    ids=["unknown field", "no summary", "value that is not text"],
 )
 def test_a_field_of_the_prose_that_can_not_be_read_is_named(
     line: str, message: str, run: Path, prose: Path, build_card: Callable[..., str], tmp_path: Path

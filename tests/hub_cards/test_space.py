@@ -149,9 +149,26 @@ def test_a_gpu_of_zerogpu_is_asked_for_the_models_work_alone(
     assert text
 
 
-def test_a_question_that_contains_the_image_token_is_refused(space: ModuleType, picture: Image.Image) -> None:
-    with pytest.raises(gr.Error, match="can't be asked: The total number"):
-        space.answer(picture, "<|image_pad|>")
+def test_what_can_not_be_asked_gets_a_sentence(space: ModuleType, picture: Image.Image) -> None:
+    assert space.answer(picture, " ") == ("Give a picture and a question.", None)
+    assert space.answer(None, "What?") == ("Give a picture and a question.", None)
+    text, figure = space.answer(picture, "<|image_pad|>")  # the image token
+    assert text.startswith("The question can't be asked: The total number")
+    assert figure is None
+
+
+def test_the_space_offers_the_releases_examples(space: ModuleType, release: Path) -> None:
+    (component,) = [block for block in space.demo.blocks.values() if isinstance(block, gr.Dataset)]
+    assert [question for _, question in component.samples] == ["what is it?", "what is it?"]
+    for number, (picture, _) in enumerate(component.samples, start=1):
+        shown = Image.open(picture["path"])
+        assert shown.tobytes() == Image.open(release / f"images/example{number}.png").tobytes()
+
+
+def test_the_spaces_page_names_no_folder_of_this_machine() -> None:
+    text = (SPACE_FOLDER / "README.md").read_text()
+    assert "runs/" not in text
+    assert "MODEL=owner/name REVISION=v1.0 python app.py" in text
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,9 @@ def add_adapters(
         task_type="CAUSAL_LM",
         **options,
     )
-    adapted_model = get_peft_model(model, config, revision=revision)
+    adapted_model: Any = get_peft_model(model, config, revision=revision)
+    # PEFT would write a card beside the adapter, full of "[More Information Needed]".
+    adapted_model.create_or_update_model_card = lambda output_dir: None
     for module in adapted_model.modules():
         if isinstance(module, LoraLayer):
             # The layer would cast its input to the float32 of its weights, and autocast would cast the input back.

@@ -1,9 +1,11 @@
 """A web page on which users ask the model about a picture, and see how sure the model is of each word of its answer.
 
-`words.py` and `pixels.py` lie beside this file on the Space.
+`words.py` and `pixels.py` lie beside this file on the Space, and with a release that has examples `examples.json`.
 """
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -34,6 +36,8 @@ if "MODEL" not in os.environ or "REVISION" not in os.environ:
     raise SystemExit("Set the Space's variables MODEL and REVISION: README.md explains them.")
 MODEL = os.environ["MODEL"]
 REVISION = os.environ["REVISION"]
+# The release's examples, if it has some: a picture's file and a question each.
+EXAMPLES = Path(__file__).with_name("examples.json")
 # The name of the repository without its owner, or the name of the model's folder.
 NAME = MODEL.rstrip("/").split("/")[-1]
 
@@ -52,16 +56,19 @@ model.to(device)
 
 
 def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
-    """The model's greedy answer to a question about a picture, and the figure of the answer's words."""
+    """The model's greedy answer to a question about a picture, and the figure of the answer's words.
+
+    What can't be asked gets a text that says so, and no figure.
+    """
     if picture is None or not question.strip():
-        raise gr.Error("A picture and a question are needed.")
+        return "Give a picture and a question.", None
     picture = to_rgb(picture)
     grey_picture = Image.new("RGB", picture.size, (128, 128, 128))
     try:
         inputs = encode_question(picture, question)
         grey_inputs = encode_question(grey_picture, question)
     except ValueError as error:  # the question contains the text of the image token, for example
-        raise gr.Error(f"The question can't be asked: {error}") from error
+        return f"The question can't be asked: {error}", None
 
     text, words = run_model(inputs, grey_inputs)
     return text, draw_words(words)
@@ -108,6 +115,10 @@ with gr.Blocks(title=NAME) as demo:
             answer_box = gr.Textbox(label="Answer", lines=4)
     plot = gr.Plot(show_label=False)
     gr.Markdown(CAPTION)
+    if EXAMPLES.exists():
+        rows = json.loads(EXAMPLES.read_text(encoding="utf-8"))
+        examples = [[str(EXAMPLES.parent / row["picture"]), row["question"]] for row in rows]
+        gr.Examples(examples, inputs=[picture_input, question_box])
     gr.on(
         triggers=[ask_button.click, question_box.submit],
         fn=answer,

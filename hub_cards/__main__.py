@@ -42,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     push.add_argument("--dry_run", action="store_true", help="build the folder, show what would change, and stop")
     push.add_argument("--output_dir", type=Path, help="release folder (default: release in the run folder)")
     push.add_argument(
-        "--prose", type=Path, help="YAML with the card's prose (default: card.yaml beside the run's recipe)"
+        "--prose",
+        type=Path,
+        help="YAML with the card's prose (default: card.yaml beside the recipe or in the run)",
     )
     push.add_argument("--widget_data", type=Path, help="rows whose first pictures become examples, with answers")
     push.add_argument("--text_model", help="Hub id of the language model, if it was loaded from a folder")

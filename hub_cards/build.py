@@ -59,7 +59,7 @@ class BuildOptions:
     Attributes:
         repo_id: The repository on the Hub, owner/name.
         revision: The tag that the card pins.
-        prose: YAML file with the card's prose; by default `card.yaml` beside the run's recipe.
+        prose: YAML file with the card's prose; by default `card.yaml` beside the run's recipe, or in the run.
         widget_data: Rows whose first pictures become examples on the card, with the model's answers.
         text_model: Hub id of the language model, if it was loaded from a folder.
         vision_model: Hub id of the vision encoder, if it was loaded from a folder.
@@ -135,6 +135,11 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
     # The run and the options are checked before anything is written.
     check_names(run, options)
     facts = collect_facts(run, options.text_model, options.vision_model)
+    if facts.composed is None and facts.parent is None and options.license is None:
+        raise UserError(
+            f"{run} doesn't record what the model was made from: `compose.py` writes that beside the model. Name the "
+            "model's licence: --license <its identifier>."
+        )
     licence = choose_licence(facts.text_model, facts.vision_model, options.license, facts.parent)
     check_licensed_name(licence, options.repo_id)
     licence_text = read_licence_text(licence, options.base_licence_file)
@@ -404,6 +409,7 @@ def build_space(folder: Path, release_folder: Path, widgets: list[Widget]) -> No
     shutil.copy(PIXELS_FILE, folder)
 
     examples = []
+    (folder / "examples.json").unlink(missing_ok=True)  # an earlier build's
     for widget in widgets:
         picture, question = read_widget(widget)
         (folder / picture).parent.mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from hub_cards.facts import Facts
 from hub_cards.history import TrainingStage
 from hub_cards.licences import Licence
+from hub_cards.plain import TYPES_WITH_VISION_MODEL
 from hub_cards.release import Release
 from normllava.errors import UserError
 from normllava.evaluation.record import Evaluation
@@ -157,6 +158,7 @@ def render_card(
         pictures=describe_pictures(facts),
         cuts_tiles=facts.model.cuts_tiles,
         is_plain_llava=facts.model.is_plain_llava,
+        is_in_vllm=facts.model.config.vision_config.model_type in TYPES_WITH_VISION_MODEL,
         decoder_config=facts.model.config.get_text_config(),
         dtypes=sorted(facts.model.weights.dtypes),
         class_files=join_names(list(line_counts)),
@@ -267,7 +269,7 @@ def describe_pictures(facts: Facts) -> str:
 def describe_initialization(facts: Facts) -> str:
     """Sentences on how the projector and the norm layer after it were initialized."""
     sentences = [describe_initial_l2_norm(facts)]
-    if facts.composed.get("projector_aligned"):
+    if facts.composed is not None and facts.composed.projector_aligned:
         sentences.append(
             "Before training, the projector learned to point image tokens at the language model's own embeddings of "
             "captions (`training/composing/align.py`), which is not part of the paper."
@@ -280,7 +282,7 @@ def describe_initial_l2_norm(facts: Facts) -> str:
     config = facts.model.settings
     if norm_name(config) == "none":
         text = "This model has no norm after the projector."
-        if facts.composed.get("projector_scaled"):
+        if facts.composed is not None and facts.composed.projector_scaled:
             text += (
                 " Its projector was scaled before training, so that image tokens started at the mean L2 norm of text "
                 "tokens."
@@ -326,11 +328,11 @@ def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
 
 def describe_projector_origin(facts: Facts, new_part: str) -> str:
     """Where the projector comes from, for a cell of a table. `new_part` says that it is new in this model."""
-    if facts.composed.get("llava_name_or_path"):
+    if facts.composed is not None and facts.composed.llava_name_or_path is not None:
         return "a Llava checkpoint"
     if facts.parent is not None:
         return f"[{facts.parent}](https://huggingface.co/{facts.parent})"
-    return new_part if facts.composed else f"origin {NOT_RECORDED}"
+    return f"origin {NOT_RECORDED}" if facts.composed is None else new_part
 
 
 def describe_part_origin(hub_id: str | None, part_prose: str) -> str:
@@ -353,7 +355,7 @@ def describe_part_origin(hub_id: str | None, part_prose: str) -> str:
 def describe_origins(facts: Facts, prose: Prose) -> str:
     """Sentences on what the model was made from."""
     sentences = []
-    if facts.composed.get("llava_name_or_path"):
+    if facts.composed is not None and facts.composed.llava_name_or_path is not None:
         sentences.append("Converted from a Llava checkpoint.")
     if facts.parent is not None:
         sentences.append(f"Trained further from {facts.parent}.")

@@ -17,6 +17,7 @@ from normllava.errors import UserError
 from normllava.evaluation.json_records import read_record
 from normllava.evaluation.record import EVALUATION_FILE, Evaluation
 from normllava.files import fingerprint
+from training.folders.run import COMPOSED_FILE, Composed, read_composed
 
 
 # The form of a Hub id, owner/name, such as "Qwen/Qwen2.5-7B-Instruct".
@@ -29,7 +30,7 @@ class Facts:
 
     Attributes:
         model: The model's folder.
-        composed: How the model was composed before its first stage, as [`read_composed`] returns it.
+        composed: How the model was composed before its first stage; `None` if that isn't recorded.
         text_model: Hub id of the language model, or of the Llava checkpoint that the model was converted from; `None`
             if neither is known.
         vision_model: Hub id of the vision encoder, or of the Llava checkpoint that the model was converted from;
@@ -43,7 +44,7 @@ class Facts:
     """
 
     model: ModelFolder
-    composed: dict[str, Any]
+    composed: Composed | None
     text_model: str | None
     vision_model: str | None
     parent: str | None
@@ -79,7 +80,7 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
     model = ModelFolder(run)
     assert isinstance(model.config, LlavaConfig)  # it is read first, since its errors say what to give instead
     stages = collect_stages(run)
-    composed = read_composed(run)
+    composed = read_composed(str(run))
     weights_hash = fingerprint(model.weights.file_hashes)
     return Facts(
         model=model,
@@ -94,22 +95,12 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
     )
 
 
-def read_composed(run: Path) -> dict[str, Any]:
-    """What a run's record says of how the model was composed before its first stage; empty if it says nothing.
-
-    The fields are those of [`~training.folders.run.Composed`].
-    """
-    record_file = run / "run.json"
-    record = read_json(record_file) if record_file.exists() else {}
-    return record.get("composed") or {}
-
-
-def find_part_id(config: dict[str, Any], composed: dict[str, Any], part: str, given_id: str | None) -> str | None:
+def find_part_id(config: dict[str, Any], composed: Composed | None, part: str, given_id: str | None) -> str | None:
     """Hub id of a part: the id that the run's files record or, if they record none, the id that the user gives.
 
     Args:
         config: The content of config.json.
-        composed: What [`read_composed`] returns.
+        composed: How the model was composed; `None` if that isn't recorded.
         part: "text" or "vision".
         given_id: The id that the user gives.
 
@@ -127,13 +118,14 @@ def find_part_id(config: dict[str, Any], composed: dict[str, Any], part: str, gi
     return recorded_id
 
 
-def read_recorded_id(config: dict[str, Any], composed: dict[str, Any], part: str) -> str | None:
+def read_recorded_id(config: dict[str, Any], composed: Composed | None, part: str) -> str | None:
     """The recorded Hub id of the Llava checkpoint that the model was converted from, or else of the part.
 
     The result is `None` if neither is recorded.
     """
     part_config = config.get(f"{part}_config", {})
-    for name in (composed.get("llava_name_or_path"), part_config.get("_name_or_path")):
+    llava = None if composed is None else composed.llava_name_or_path
+    for name in (llava, part_config.get("_name_or_path")):
         if name is not None and is_hub_id(name):
             return name
     return None
@@ -157,15 +149,15 @@ def find_parent(stages: list[TrainingStage]) -> str | None:
     return None if is_folder else start_model
 
 
-def is_whole_history(composed: dict[str, Any], stages: list[TrainingStage]) -> bool:
+def is_whole_history(composed: Composed | None, stages: list[TrainingStage]) -> bool:
     """Whether `stages` holds all training of the model since its parts were joined."""
     # No file records how a Llava checkpoint was trained. Nor how the aligned start trained the projector, which isn't
     # a stage.
-    if not stages or composed.get("llava_name_or_path") or composed.get("projector_aligned"):
+    if composed is None or composed.llava_name_or_path is not None or composed.projector_aligned or not stages:
         return False
-    starts_untrained = stages[0].start_model is not None and Path(stages[0].start_model, "composed.json").exists()
-    is_first_stage = stages[0].name == "align" and find_parent(stages) is None
-    return starts_untrained or is_first_stage
+    first_start = stages[0].start_model
+    starts_untrained = first_start is not None and Path(first_start, COMPOSED_FILE).exists()
+    return starts_untrained or stages[0].name == "align"
 
 
 def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:

@@ -1,1 +1,1 @@
-"""Commands that compose a NormLlava and train it in two stages with TRL; the rooms hold what they need."""
+"""Commands that compose a model and train it in two stages with TRL; the rooms hold what they need."""

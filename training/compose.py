@@ -1,4 +1,4 @@
-"""Compose an untrained NormLlava from a vision encoder and a language model, or from a Llava checkpoint.
+"""Compose an untrained model from a vision encoder and a language model, or from a Llava checkpoint.
 
     python training/compose.py --vision_model google/siglip-so400m-patch14-384 \
         --text_model Qwen/Qwen2.5-7B-Instruct --projector_norm gwc --output_dir checkpoints/composed
@@ -39,7 +39,7 @@ from normllava.conversations.chat_template import chat_format, find_format, hold
 from normllava.conversations.loading import load_rows
 from normllava.conversations.tiles import cuts_tiles
 from normllava.errors import UserError, errors_named_after
-from normllava.files import let_others_read
+from normllava.files import let_others_read, write_whole
 from normllava.hooks import InterfaceHooks
 from normllava.inputs import noise_pictures
 from normllava.llava import add_norm, as_llava
@@ -60,7 +60,7 @@ from training.composing.backbones import (
     require_whole_squares,
     tiling_processor,
 )
-from training.composing.recipes import Composition, launch_commands, write_recipes
+from training.composing.recipes import Composition, launch_commands, plan_recipes
 from training.folders.run import Composed
 from training.modules.stages import Stage
 
@@ -190,7 +190,7 @@ def convert_llava(
     scale_projector: bool = False,
     norm_target_ratio: float = 1.0,
 ) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """A model with the weights of a Llava checkpoint and a new norm layer; and the model's processor.
+    """A model with the weights of a Llava checkpoint and, if one is asked for, a new norm layer; and its processor.
 
     Without a norm it stays transformers' own Llava. Arguments are those of [`compose`]. The checkpoint is loaded by
     transformers' Llava class, which also reads legacy names of weights.
@@ -473,7 +473,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command's options."""
     parser = argparse.ArgumentParser(
-        description="Compose a NormLlava.",
+        description="Compose a model, and write the recipes of its training.",
         epilog=WHICH_NORM,
         formatter_class=HelpFormatter,
     )
@@ -489,8 +489,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--norm_target_ratio", type=float, default=1, help="initial norm of image tokens, a multiple of text's"
     )
     parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale to start at text's norm")
-    parser.add_argument("--captions", help="rows of stage 1 to align a new projector on, see composing/align.py")
-    parser.add_argument("--data", help="rows to train on, for the recipes; by default those of the paper")
+    parser.add_argument("--captions", help="rows of stage 1, also to align a new projector on, see composing/align.py")
+    parser.add_argument("--data", help="rows of stage 2 for the recipes; by default those of the paper")
     parser.add_argument("--image_folder", help="prefix of the image paths in --captions and --data")
     parser.add_argument(
         "--center_crop",
@@ -534,6 +534,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if options.center_crop:
             parser.error("--center_crop is for a new model; a converted Llava keeps its image processor")
 
+    if options.image_folder and not (options.captions or options.data):
+        parser.error("--image_folder is for the rows of --captions and --data")
     try:
         require_fitting_ratio(options.projector_norm, not options.no_align_norm, options.norm_target_ratio)
     except UserError as error:
@@ -562,6 +564,7 @@ def describe_for_recipes(
         config=model.config,
         text_weights=sum(parameter.numel() for parameter in text_parameters),
         max_tiles=options.max_tiles,
+        captions=options.captions,
         data=options.data,
         image_folder=options.image_folder,
     )
@@ -575,7 +578,8 @@ def describe_next(folder: Path) -> str:
         lines.append(f"Next, on {devices}:")
         lines += [f"  {commands[stage][number]}" for stage in (Stage.ALIGN, Stage.INSTRUCT)]
         lines += ["with LoRA, in place of the second:", f"  {commands[Stage.ADAPT][number]}"]
-    return "\n".join(lines)
+    merge = f"python training/merge.py --adapter {folder / Stage.ADAPT} --output_dir {folder / 'merged'}"
+    return "\n".join([*lines, "and then, to join LoRA and the model:", f"  {merge}"])
 
 
 @command()
@@ -608,14 +612,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows: Any = load_rows(options.captions, options.image_folder)
         align(model, processor, rows, options.seed)
 
-    logger.info("%s", describe_model(model, processor))
+    logger.info("%s\nPlanning the recipes ...", describe_model(model, processor))
+    recipes = plan_recipes(describe_for_recipes(options, argv, model))
+
     model.save_pretrained(options.output_dir)
     processor.save_pretrained(options.output_dir)
     describe_composing(options).write(options.output_dir)
-    logger.info("Saved to %s. Planning its recipes ...", options.output_dir)
-    write_recipes(describe_for_recipes(options, argv, model))
+    for name, text in recipes.items():
+        write_whole(options.output_dir / name, text)
     let_others_read(options.output_dir)
-    logger.info("%s", describe_next(options.output_dir))
+    logger.info("Saved to %s\n%s", options.output_dir, describe_next(options.output_dir))
 
 
 if __name__ == "__main__":

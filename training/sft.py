@@ -1,4 +1,4 @@
-"""Train one stage of a NormLlava.
+"""Train one stage of a NormLlava or a Llava.
 
     accelerate launch -q training/sft.py --config training/recipes/Qwen2.5-7B-Instruct/align.yaml
 
@@ -41,7 +41,14 @@ from training.folders.checkpoints import (
     recorded_arguments,
     steps_done,
 )
-from training.folders.loading import load_base, load_config, load_processor, prepare_model
+from training.folders.loading import (
+    load_base,
+    load_config,
+    load_processor,
+    prepare_model,
+    require_complete,
+    require_trained_end,
+)
 from training.folders.run import (
     Composed,
     Run,
@@ -219,18 +226,23 @@ def find_composed(run_args: RunArguments, checkpoint: Path | None) -> Composed |
 
 def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: LlavaConfig) -> RowTokenizer:
     """The tokenizer of rows: in LLaVA's "plain" format for stage "align", by the chat template for other stages."""
-    processor = load_processor(str(run_args.model_name_or_path), run_args.model_revision)
+    name = str(run_args.model_name_or_path)
+    processor = load_processor(name, run_args.model_revision)
+    require_complete(name, processor)
     check_tiles(run_args, processor.image_processor)
     template = processor.chat_template
     if run_args.stage == Stage.ALIGN:
         template = plain_template(processor.tokenizer, processor.image_token)
-    return RowTokenizer(
+    row_tokenizer = RowTokenizer(
         processor,
         template,
         max_length=args.max_length,
         max_positions=getattr(config.text_config, "max_position_embeddings", None),
         max_tiles=run_args.max_tiles,
     )
+    if run_args.stage != Stage.ALIGN:
+        require_trained_end(name, row_tokenizer)
+    return row_tokenizer
 
 
 def count_steps(args: TrainingConfig, sampler: Batches | None) -> int:

@@ -62,7 +62,7 @@ def plan_steps() -> list[Step]:
             "--projector_norm=gwc",
             f"--output_dir={RUN}/composed",
         ],
-        last_files=(RUN / "composed/processor_config.json",),
+        last_files=(RUN / "composed/adapt.yaml",),
     )
     train_stage_1 = Step(
         title="Stage 1: projector and norm, on captions",

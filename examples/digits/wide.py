@@ -79,7 +79,7 @@ def plan_steps() -> list[Step]:
             f"--max_tiles={MAX_TILES}",
             f"--output_dir={WIDE}/composed",
         ],
-        last_files=(WIDE / "composed/processor_config.json",),
+        last_files=(WIDE / "composed/adapt.yaml",),
     )
     train_stage_1 = Step(
         title="Stage 1: whole pictures",

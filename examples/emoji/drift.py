@@ -92,7 +92,7 @@ def main() -> None:
     """Train at each rate, and write the table and the figure."""
     parse(build_parser())
     model = WORK / "scaled"
-    if not (model / "processor_config.json").exists():  # the file that compose.py writes last
+    if not (model / "adapt.yaml").exists():  # the file that compose.py writes last
         compose_scaled(model)
 
     table = pd.concat([train(model, rate, WORK / f"rate-{rate:g}") for rate in RATES])

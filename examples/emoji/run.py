@@ -72,7 +72,7 @@ def plan_steps() -> list[tuple[Step, float]]:
             f"--captions={RUN}/pictures/captions.json",
             f"--output_dir={RUN}/aligned",
         ],
-        last_files=(RUN / "aligned/processor_config.json",),
+        last_files=(RUN / "aligned/adapt.yaml",),
     )
     train = Step(
         title="Stage 2: all weights",

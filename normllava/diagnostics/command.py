@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from normllava.diagnostics.comparison import Comparison, Scope, measure_models
 from normllava.diagnostics.loading import add_arguments, load_model, load_processor, model_options, read_questions
-from normllava.diagnostics.training_answers import read_training_answers
+from normllava.diagnostics.training_answers import TrainingAnswer, read_training_answers
 from normllava.errors import UserError
 from normllava.files import folder_or_id, weights_fingerprint
 
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     questions = read_questions(args)
     check_processors(args)
+    answers = [read_training_answers(Path(model)) for model in args.model]
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
     words_of_command = sys.argv[1:] if argv is None else argv
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Models are measured one by one, and each comparison has one model more than the one before it. The report is
     # saved after each model, so that there is a report even if the next model fails.
     for comparison in comparisons:
-        add_what_folders_hold(comparison, args.model).save(args.output_dir)
+        add_what_folders_hold(comparison, args.model, answers).save(args.output_dir)
 
     # After the loop, `comparison` is the comparison of all models.
     logger.info("\n%s\n\nReport: %s", comparison, args.output_dir / "report.html")
@@ -117,7 +118,9 @@ def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tupl
         yield name, *load_model(model_name_or_path, **model_options(args))
 
 
-def add_what_folders_hold(comparison: Comparison, models: Sequence[str]) -> Comparison:
+def add_what_folders_hold(
+    comparison: Comparison, models: Sequence[str], answers: Sequence[list[TrainingAnswer]]
+) -> Comparison:
     """A copy of a comparison, in which each model's report has what the model's folder holds besides the model.
 
     That is the fingerprint of the weights, and the answers that the model gave while it was trained.
@@ -125,12 +128,12 @@ def add_what_folders_hold(comparison: Comparison, models: Sequence[str]) -> Comp
     Args:
         comparison: The comparison of the models measured so far.
         models: Folder or Hub id of every model, in the order in which they are measured.
+        answers: What each of them answered while it was trained.
     """
     model_reports = []
     # The last models may not be measured yet, and then have no report. `strict=False` leaves them out.
-    for model_report, model_name_or_path in zip(comparison.report.models, models, strict=False):
-        folder = Path(model_name_or_path)  # doesn't exist for a model on the Hub
-        weights = weights_fingerprint(folder)
-        model_reports.append(replace(model_report, weights=weights, answers=read_training_answers(folder)))
+    for model_report, name, of_model in zip(comparison.report.models, models, answers, strict=False):
+        weights = weights_fingerprint(Path(name))  # `None` for a model on the Hub
+        model_reports.append(replace(model_report, weights=weights, answers=of_model))
     report = replace(comparison.report, models=model_reports)
     return replace(comparison, report=report)

@@ -217,7 +217,7 @@ def with_interval(estimate: Estimate) -> str:
     # place of the ends, as in "1.13277 (± 0.00004)". The mean is shown down to the second digit of the width.
     if width <= 1e-4 * largest:
         digits = 1 - math.floor(math.log10(width / largest))
-        decimals = -math.floor(math.log10(width / 2))
+        decimals = max(0, -math.floor(math.log10(width / 2)))
         return f"{format_number(estimate.mean, digits)} (± {width / 2:.{decimals}f})"
 
     # For a width of 0.18 these are two decimals, for 18 none.

@@ -24,34 +24,38 @@ class TrainingAnswer:
 
 
 def read_training_answers(folder: Path) -> list[TrainingAnswer]:
-    """The first and the last answers in the folder of a run; empty if the folder has none.
+    """The first and the last answers in the folder of a run, of the rows that have both; empty if there are none.
 
     Raises:
-        UserError: if a line of the file can't be read. A run that was killed may have written only a part of a line.
+        UserError: if a line of the file isn't valid JSON.
     """
     path = folder / ANSWERS_FILE
     if not path.exists():
         return []
 
-    lines_by_row: dict[int, list[dict[str, Any]]] = {}
+    lines: list[dict[str, Any]] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            line = json.loads(text)
-            lines_by_row.setdefault(line["row"], []).append(line)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}, line {number}, can't be read ({error!r}). Delete the line.") from error
+            lines.append(json.loads(text))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}, is not valid JSON ({error}). Delete the line.") from error
+    if not lines:
+        return []
 
+    first_step = min(line["step"] for line in lines)
+    last_step = max(line["step"] for line in lines)
+    first_by_row = {line["row"]: line for line in lines if line["step"] == first_step}
     answers = []
-    for lines in lines_by_row.values():
-        first, last = lines[0], lines[-1]
-        answers.append(
-            TrainingAnswer(
-                question=last["question"],
-                expected=last["expected"],
-                first_step=first["step"],
-                first=first["answer"],
-                last_step=last["step"],
-                last=last["answer"],
-            )
+    for line in lines:
+        if line["step"] != last_step or line["row"] not in first_by_row:
+            continue
+        answer = TrainingAnswer(
+            question=line["question"],
+            expected=line["expected"],
+            first_step=first_step,
+            first=first_by_row[line["row"]]["answer"],
+            last_step=last_step,
+            last=line["answer"],
         )
+        answers.append(answer)
     return answers

@@ -68,6 +68,7 @@ def trained_run(make_model_folder: Callable[..., Path], tmp_path_factory: pytest
         },
         "environment": {"device": "x86_64", "num_processes": 1, "commit": "0" * 40},
         "recipe": None,
+        "composed": {"projector_scaled": False, "projector_aligned": False, "llava_name_or_path": None},
     }
     (run / "run.json").write_text(json.dumps(run_record))
     evaluation = {**EVALUATION, "weights": weights_fingerprint(run)}

@@ -217,7 +217,7 @@ def remove_norm_layer(weights: dict[str, torch.Tensor]) -> None:
 
 def test_the_card_of_a_model_without_a_norm(run: Path, build_card: Callable[..., str]) -> None:
     set_fields("config.json", projector_norm="none", projector_norm_target=None)(run)
-    set_fields("run.json", composed={"projector_scaled": True})(run)
+    set_fields("run.json", composed__projector_scaled=True)(run)
     change_weights(remove_norm_layer)(run)
     (run / "evaluation.json").unlink()  # a build refuses results that were measured with other weights
 
@@ -440,7 +440,7 @@ def test_the_card_says_that_the_training_of_an_aligned_projector_is_not_recorded
     run_after_align: Path, build_card: Callable[..., str]
 ) -> None:
     """`training/composing/align.py` aligns a projector before the first stage, and no run records how."""
-    set_fields("run.json", composed={"projector_aligned": True})(run_after_align)
+    set_fields("run.json", composed__projector_aligned=True)(run_after_align)
     assert "Training before the stage that follows: not recorded." in build_card(run_after_align, **OWN_LICENCE)
 
 
@@ -566,6 +566,15 @@ def test_a_card_yaml_is_written_in_which_one_sentence_is_filled_in(
     assert f"**Intended.** {Prose.intended_use}" in card.text
 
 
+def test_a_model_of_unknown_origin_needs_a_licence(run: Path, build_card: Callable[..., str]) -> None:
+    """Its config may name the parts, but not that they came from a Llava with a licence of its own."""
+    name_parts(run, QWEN, SIGLIP)
+    build_card(run)
+    set_fields("run.json", composed=None)(run)
+    with pytest.raises(ValueError, match=r"doesn't record what the model was made from.*--license"):
+        build_card(run)
+
+
 def test_no_earlier_training_is_missing_where_there_was_none(run: Path, build_card: Callable[..., str]) -> None:
     """The run began with stage "instruct", from a model that `training/compose.py` had just made."""
     composed = run.parent / "gone"
@@ -629,7 +638,7 @@ def test_the_hub_id_of_a_part_is_given_or_recorded(run: Path, build_card: Callab
 
 
 def test_a_converted_llava_is_the_base_model(run: Path) -> None:
-    set_fields("run.json", composed={"llava_name_or_path": "llava-hf/llava-1.5-7b-hf"})(run)
+    set_fields("run.json", composed__llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
     facts = collect_facts(run)
     assert facts.base_models == ["llava-hf/llava-1.5-7b-hf"]
     assert not facts.has_whole_history

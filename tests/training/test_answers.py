@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from normllava.conversations.loading import load_rows
 from normllava.conversations.pictures import open_images
 from script_runs import INSTRUCT, changed_weights, read_metrics, read_steps, run
+from training.options.arguments import TrainingConfig
 
 
 # `fields` and `held_out` are fixtures of test_held_out.
@@ -84,6 +85,7 @@ def test_stage_align_describes_pictures(fields: dict[str, Any], data: Path, tmp_
     run(tmp_path, **fields, **EVERY_TWO_STEPS, stage="align", max_steps=2, output_dir=str(tmp_path / "out"))
 
     for answer, row in zip(read_answers(tmp_path / "out"), load_rows(str(captions)), strict=True):
+        assert answer["question"] == ""  # the model gets the picture alone
         assert answer["answer"] == answer_by_transformers(tmp_path / "out", row, is_align=True)
 
 
@@ -111,6 +113,16 @@ def test_training_goes_on_to_the_bit_as_without_answers(
     assert changed_weights(tmp_path / "with", tmp_path / "without", weights_file) == set()
 
 
+def test_adapters_answer_beside_frozen_weights_in_bfloat16(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: what is frozen is bfloat16, and what is trained is float32."""
+    monkeypatch.setattr(TrainingConfig, "frozen_dtype", torch.bfloat16)
+    fields |= {"stage": "adapt", "bf16": True, **EVERY_TWO_STEPS, "max_steps": 2, "eval_answers": 3}
+    run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    assert len(read_answers(tmp_path / "out")) == 3
+
+
 def test_tensorboard_and_trackio_get_the_answers(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,17 +145,19 @@ def test_tensorboard_and_trackio_get_the_answers(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("projector_norm", ["gwc", "none"])
 @pytest.mark.parametrize("launcher", ["ddp", "fsdp2", "fsdp2 in bfloat16"])
+@pytest.mark.parametrize("stage", [INSTRUCT, {"stage": "adapt"}], ids=["instruct", "adapt"])
 def test_several_processes_answer_together(
     fields: dict[str, Any],
     make_model_folder: Callable[..., Path],
     launcher: str,
+    stage: dict[str, Any],
     projector_norm: str,
     tmp_path: Path,
 ) -> None:
     """The untrained model's answers are those of one process, and so are the losses after them."""
     folder = make_model_folder(projector_norm=projector_norm)
     # Three rows for two processes, so that one of them answers a row for nothing.
-    fields |= {**INSTRUCT, **EVERY_TWO_STEPS, "model_name_or_path": str(folder), "eval_on_start": True}
+    fields |= {**stage, **EVERY_TWO_STEPS, "model_name_or_path": str(folder), "eval_on_start": True}
     fields |= {"eval_answers": 3, "max_steps": 2, "logging_steps": 1}
     run(tmp_path, **fields, output_dir=str(tmp_path / "one"))
     two = {**fields, "output_dir": str(tmp_path / "two")}

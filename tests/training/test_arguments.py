@@ -414,11 +414,11 @@ def test_all_recipes_are_accepted_and_those_of_large_models_have_the_papers_sett
 
     # The recipe is of a large model.
     assert run_args.packed_length is not None
-    if path.stem == "stage1":
+    if path.stem == "align":
         assert run_args.global_batch_size == 256
         assert args.learning_rate == 1e-3
         assert run_args.vision_learning_rate is None
-    if path.stem == "stage2":
+    if path.stem == "instruct":
         assert run_args.global_batch_size == 128
         assert args.learning_rate == 1e-5
         assert run_args.vision_learning_rate == 2e-6

@@ -107,3 +107,36 @@ def test_a_llava_that_lacks_weights_is_refused(
             dataset_name=str(data),
             output_dir=str(tmp_path / "out"),
         )
+
+
+def drop_crop_size(processor: Any) -> None:
+    """As in the Llavas of the Hub whose image processor doesn't crop."""
+    processor.image_processor.crop_size = None
+
+
+def leave_end_unmarked(processor: Any) -> None:
+    """As in the Llavas of the Hub whose template marks an answer's text alone."""
+    text = "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    answer = "{% generation %}" + text + "{% endgeneration %}"
+    turn = "{{ m.role }}: {% if m.role == 'assistant' %}" + answer + "{% else %}" + text + "{% endif %}"
+    processor.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_crop_size, "its image processor names no crop_size"),
+        (leave_end_unmarked, "its chat template marks no token that ends an answer"),
+    ],
+)
+def test_a_llava_whose_processor_is_not_complete_is_refused_with_what_to_do(
+    change: Callable[[Any], None], message: str, make_model_folder: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "llava"
+    LlavaForConditionalGeneration.from_pretrained(make_model_folder(projector_norm="none")).save_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(make_model_folder(projector_norm="none"))
+    change(processor)
+    processor.save_pretrained(folder)
+    fields = {**INSTRUCT, "model_name_or_path": str(folder), "dataset_name": str(data)}
+    with pytest.raises(UserError, match=rf"can't be trained as it is: {message}.*compose.py --llava_model {folder}"):
+        run(tmp_path, **fields, output_dir=str(tmp_path / "out"))

@@ -64,7 +64,7 @@ def composition(
     )
     folder = Path("runs", name)
     command = shlex.split(f"{options} --projector_norm gwc --output_dir {folder}")
-    return Composition(folder, command, config, text_weights, max_tiles, data=None, image_folder=None)
+    return Composition(folder, command, config, text_weights, max_tiles, captions=None, data=None, image_folder=None)
 
 
 # The models whose recipes are in the repository, with the numbers of weights that their cards on the Hub give.
@@ -121,6 +121,13 @@ def test_a_recipe_says_if_the_paper_has_no_model_of_its_size() -> None:
     assert "those of Llama-3.2-3B" in describe_stage(small, Stage.ALIGN)
 
 
+def test_a_packed_row_holds_a_picture_of_many_tiles() -> None:
+    """SigLIP's 729 tokens for each of six tiles and a thumbnail, and the text."""
+    tiled = replace(QWEN25_7B, max_tiles=6)
+    assert yaml.safe_load(recipe_fields(tiled, Stage.ADAPT))["packed_length"] == 8192
+    assert yaml.safe_load(recipe_fields(QWEN25_7B, Stage.ADAPT))["packed_length"] == 4096
+
+
 # Pairs of parts that no recipe of the repository has, with the options that change their recipes.
 PAIRS: dict[str, tuple[str, str, list[str]]] = {
     "norm": ("siglip2", "gemma3", ["--projector_norm=gwc"]),
@@ -141,7 +148,7 @@ def test_each_stage_trains_by_the_recipe_that_compose_wrote(
     folder = tmp_path / "mine"
 
     parts = [f"--vision_model={backbones(vision)}", f"--text_model={backbones(text)}"]
-    compose.main([*parts, *options, f"--data={data}", f"--output_dir={folder}"])
+    compose.main([*parts, *options, f"--captions={data}", f"--data={data}", f"--output_dir={folder}"])
     printed = [line.strip() for line in caplog.text.splitlines() if "accelerate launch" in line]
     assert f"accelerate launch training/sft.py --config {folder}/align.yaml" in printed
 

@@ -14,10 +14,9 @@ from typing import Any
 import yaml
 from transformers import LlavaConfig
 
-from normllava.files import write_whole
 from training.modules.stages import Stage
 from training.options.command_line import parse_arguments
-from training.plan import GIB, Batch, StepPlan, describe_time, plan_step
+from training.plan import GIB, Batch, StepPlan, describe_time, make_batch, plan_step
 
 
 @dataclass(frozen=True)
@@ -142,26 +141,30 @@ class Composition:
     """The number of the language model's weights."""
     max_tiles: int
     """The most tiles of a picture's grid; 1 if pictures aren't cut."""
+    captions: str | None
+    """The user's own rows for stage 1; `None` for the paper's."""
     data: str | None
-    """Rows of the user's own, for all stages; `None` for the paper's."""
+    """The user's own rows for the other stages; `None` for the paper's."""
     image_folder: str | None
-    """The prefix of the image paths in `data`."""
+    """The prefix of the image paths in the user's own rows."""
+
+    def own_rows(self, stage: Stage) -> str | None:
+        """The user's own rows for a stage; `None` for the paper's."""
+        return self.captions if stage is Stage.ALIGN else self.data
 
 
-def write_recipes(composed: Composition) -> None:
-    """Write `align.yaml`, `instruct.yaml` and `adapt.yaml` into the model's folder."""
-    for stage in Stage:
-        write_whole(
-            composed.folder / f"{stage}.yaml", describe_stage(composed, stage) + recipe_fields(composed, stage)
-        )
+def plan_recipes(composed: Composition) -> dict[str, str]:
+    """The text of each stage's recipe, by the file's name: `align.yaml`, `instruct.yaml` and `adapt.yaml`."""
+    return {f"{stage}.yaml": describe_stage(composed, stage) + recipe_fields(composed, stage) for stage in Stage}
 
 
 def recipe_fields(composed: Composition, stage: Stage) -> str:
     """The fields of a stage's recipe, as YAML with comments."""
     start = composed.folder if stage is Stage.ALIGN else composed.folder / Stage.ALIGN
     data, _ = PAPER_DATA[stage]
-    if composed.data is not None:
-        data = f"dataset_name: {yaml_text(composed.data)}"
+    own_rows = composed.own_rows(stage)
+    if own_rows is not None:
+        data = f"dataset_name: {yaml_text(own_rows)}"
         if composed.image_folder is not None:
             data += f"\nimage_folder: {yaml_text(composed.image_folder)}"
 
@@ -172,7 +175,10 @@ def recipe_fields(composed: Composition, stage: Stage) -> str:
     if stage is Stage.ALIGN and composed.max_tiles > 1:
         optional = WHOLE_PICTURES
 
+    # A packed row holds at least one sample as it is planned.
     packed_length = nearest_paper_model(composed.text_weights).packed_lengths[stage]
+    while packed_length < planned_tokens(composed, stage):
+        packed_length *= 2
     return TEMPLATES[stage].format(
         start=yaml_text(str(start)),
         data=data,
@@ -247,7 +253,7 @@ def plan_lines(composed: Composition, stage: Stage) -> list[str]:
         lines[-1] += f"; with load_in_4bit {quantized.peak / GIB:.3g} GiB"
 
     _, num_rows = PAPER_DATA[stage]
-    if composed.data is not None:
+    if composed.own_rows(stage) is not None:
         num_rows = 100_000
     seconds = plan.flops / batch.samples * num_rows / PLANNED_SPEED
     lines.append(
@@ -262,13 +268,22 @@ def plan_stage(composed: Composition, stage: Stage, **fields: Any) -> tuple[Step
     recipe = yaml.safe_load(recipe_fields(composed, stage)) | {"bf16": True} | fields
     run_args, args = parse_arguments([f"--{name}={value}" for name, value in recipe.items()])
 
-    cuts = composed.max_tiles > 1 and stage is not Stage.ALIGN
-    tiles = composed.max_tiles + 1 if cuts else 1
-    text_tokens, supervised = PLANNED_TEXT[stage]
-    tokens = composed.config.image_seq_length * tiles + text_tokens
-    samples = max(recipe["packed_length"] // tokens, 1)
-    batch = Batch(samples, tokens, supervised, is_packed=True, tiles=tiles)
+    _, supervised = PLANNED_TEXT[stage]
+    tokens = planned_tokens(composed, stage)
+    batch = make_batch(run_args, args, tokens, supervised, planned_tiles(composed, stage))
     return plan_step(composed.config, run_args, args, batch), batch
+
+
+def planned_tokens(composed: Composition, stage: Stage) -> int:
+    """The tokens of a row as it is planned."""
+    text_tokens, _ = PLANNED_TEXT[stage]
+    return composed.config.image_seq_length * planned_tiles(composed, stage) + text_tokens
+
+
+def planned_tiles(composed: Composition, stage: Stage) -> int:
+    """The tiles of a picture as it is planned: all that it can have. Stage 1 leaves pictures whole."""
+    cuts = composed.max_tiles > 1 and stage is not Stage.ALIGN
+    return composed.max_tiles + 1 if cuts else 1
 
 
 def yaml_text(text: str) -> str:

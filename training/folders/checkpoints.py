@@ -22,6 +22,7 @@ from transformers import TrainerState
 from transformers.initialization import no_init_weights
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
+from normllava.diagnostics.training_answers import ANSWERS_FILE
 from normllava.errors import UserError
 from normllava.evaluation.json_records import read_record
 from normllava.files import fresh_folder, let_others_read
@@ -326,7 +327,7 @@ def copy_record(source: Path, destination: Path) -> None:
 
     Files that are not in `source` are left out.
     """
-    for name in (COMPOSED_FILE, RUN_FILE, STATE_FILE, "metrics.jsonl"):
+    for name in (COMPOSED_FILE, RUN_FILE, STATE_FILE, "metrics.jsonl", ANSWERS_FILE):
         if (source / name).exists():
             shutil.copy(source / name, destination)
 

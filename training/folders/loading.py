@@ -15,6 +15,8 @@ from transformers import (
 
 import training.modules.attention  # noqa: F401 - registers "varlen"
 from modeling_normllava.modeling_normllava import describe_misfit
+from normllava.conversations.rows import BadRowError
+from normllava.conversations.tokens import RowTokenizer
 from normllava.errors import UserError, errors_named_after
 from normllava.files import folder_or_id
 from training.modules.adapters import add_adapters, quantization_config
@@ -53,6 +55,47 @@ def load_processor(name: str, revision: str | None = None) -> LlavaProcessor:
         return AutoProcessor.from_pretrained(name, revision=revision)
 
 
+def require_complete(name: str, processor: LlavaProcessor) -> None:
+    """Refuse the processor of the model `name` if it lacks what `training/compose.py` would have added.
+
+    Raises:
+        UserError: if the image processor doesn't name the size of its pictures, or there is no padding token.
+    """
+    if getattr(processor.image_processor, "crop_size", None) is None:
+        raise incomplete_error(name, "its image processor names no crop_size")
+    if processor.tokenizer.pad_token is None:
+        raise incomplete_error(name, "its tokenizer has no padding token")
+
+
+def require_trained_end(name: str, row_tokenizer: RowTokenizer) -> None:
+    """Refuse a chat template that marks answers without the token that ends them.
+
+    Args:
+        name: The model's folder or Hub id.
+        row_tokenizer: The tokenizer of rows by the chat template.
+
+    Raises:
+        UserError: if no special token is supervised in an answer. The model would never learn to stop.
+    """
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    try:
+        row = row_tokenizer({"source": name, "conversations": turns}, image_sizes=[])
+    except BadRowError:
+        return  # the template marks no answer at all, which the check of the rows will say
+    added_tokens = row_tokenizer.processor.tokenizer.added_tokens_decoder
+    special_ids = {token_id for token_id, token in added_tokens.items() if token.special}
+    if special_ids.isdisjoint(row["labels"]):
+        raise incomplete_error(name, "its chat template marks no token that ends an answer")
+
+
+def incomplete_error(name: str, problem: str) -> UserError:
+    """The error for a model that has to be composed before it can be trained."""
+    return UserError(
+        f"{name} can't be trained as it is: {problem}. Make a copy that can: python training/compose.py --llava_model "
+        f"{name} --projector_norm none --output_dir <folder>"
+    )
+
+
 def load_base(run_args: RunArguments, args: TrainingConfig) -> LlavaForConditionalGeneration:
     """The model that a run starts from.
 
@@ -83,6 +126,9 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> LlavaForCondition
         )
     # A NormLlava refuses such weights itself. A Llava would go on with random ones.
     misfit = describe_misfit(report)
+    dropped = [key for key in report["unexpected_keys"] if "multi_modal_projector" in key]
+    if misfit is None and dropped:
+        misfit = f"Weights unexpected: {min(dropped)}"
     if misfit is not None:
         raise UserError(f"{name} doesn't fit its config. {misfit}.")
 

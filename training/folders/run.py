@@ -91,6 +91,13 @@ class Composed:
 
 
 @dataclass(frozen=True)
+class RecordOfComposing:
+    """The one field of `run.json` that is read of a run that isn't resumed. Records of earlier versions lack it."""
+
+    composed: Composed | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """The record of a run's data, arguments and environment."""
 
@@ -105,7 +112,6 @@ class Run:
     """The records of the sources of rows; empty for a stream."""
     start_weights: str | None = None
     """The fingerprint of the weights of the model that the run started from; `None` if it has no safetensors files."""
-
     composed: Composed | None = None
     """How the model that the first stage started from was composed; `None` if that isn't known."""
 
@@ -195,7 +201,7 @@ def read_composed(name: str) -> Composed | None:
     if (folder / COMPOSED_FILE).exists():
         return read_record(Composed, folder / COMPOSED_FILE)
     if (folder / RUN_FILE).exists():
-        return Run.read(folder).composed
+        return read_record(RecordOfComposing, folder / RUN_FILE).composed
     return None
 
 

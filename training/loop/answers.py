@@ -100,9 +100,10 @@ class HeldOutAnswers(TrainerCallback):
         if not state.is_world_process_zero:
             return
 
-        with self._path.open("a", encoding="utf-8") as file:
-            for answer in answers:
-                file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+        # The file is written whole, so that a killed run leaves no part of a line.
+        lines = [json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers]
+        earlier = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        write_whole(self._path, earlier + "".join(lines))
         print_answer(answers[0])
         pictures = [prompt.images for prompt in map(self._read_prompt, self._row_numbers)]
         log_tables(args.report_to, answers, pictures)
@@ -183,40 +184,48 @@ class HeldOutAnswers(TrainerCallback):
 
         num_prompt_tokens = next(position for position, label in enumerate(row["labels"]) if label != IGNORED)
         num_images = row["input_ids"][:num_prompt_tokens].count(row_tokenizer.processor.image_token_id)
-        return Prompt(input_ids[:start], open_images(row)[:num_images], first_question(row), expected)
+        # In stage 'align' the model gets the picture alone.
+        question = "" if row_tokenizer.is_plain_template else first_question(row)
+        return Prompt(input_ids[:start], open_images(row)[:num_images], question, expected)
 
 
 def first_question(row: Row) -> str:
-    """The text of a row's first question, without the marks of pictures."""
+    """The text before a row's first answer that isn't empty, without the marks of pictures."""
+    question = ""
     for turn in row_turns(row):
         if turn["from"] == "human":
-            return turn["value"].replace(IMAGE_MARK, "").strip()
-    return ""
+            question = turn["value"].replace(IMAGE_MARK, "").strip()
+        if turn["from"] == "gpt" and turn["value"].strip():
+            return question
+    return question
 
 
 @contextmanager
 def generating(trainer: Any) -> Iterator[Any]:
     """A block in which the model, which is returned, can generate. After it, training goes on as before.
 
-    A model that FSDP2 shards reads embeddings outside of its forward pass, so its own parameters are gathered here.
+    Where FSDP2 shards the model, what is not in one of its blocks, such as the embeddings, is gathered here: the model
+    reads it outside of the forward pass that would gather it. accelerate's autocast is on that forward pass too, so
+    the block has its own.
     """
     device = trainer.args.device
     cuda_devices = [device] if device.type == "cuda" else []
-    model = base_model(trainer.accelerator.unwrap_model(trainer.model))
+    root = trainer.accelerator.unwrap_model(trainer.model)  # the model, or the `PeftModel` around it
     was_training = trainer.model.training
     trainer.model.eval()
-    if isinstance(model, FSDPModule):
-        model.unshard()
-    with torch.random.fork_rng(cuda_devices):
-        yield model
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    if isinstance(root, FSDPModule):
+        root.unshard()
+    with torch.random.fork_rng(cuda_devices), trainer.accelerator.autocast():
+        yield base_model(root)
+    if isinstance(root, FSDPModule):
+        root.reshard()
     trainer.model.train(was_training)
 
 
 def print_answer(answer: Answer) -> None:
     """Write an answer onto the console, in two lines."""
-    for label, text in (("asked", f"{answer.question} ({answer.expected})"), ("answers", answer.answer)):
+    question = answer.question or "(a picture alone)"
+    for label, text in (("asked", f"{question} ({answer.expected})"), ("answers", answer.answer)):
         line = " ".join(text.split())
         if len(line) > CONSOLE_WIDTH:
             line = line[:CONSOLE_WIDTH] + " ..."

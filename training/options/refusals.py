@@ -104,7 +104,7 @@ COUNT_FIELDS = (
     "max_tiles",
     "lora_r",
 )
-# Fields that must be `None`, or 0 or more and finite.
+# Fields that must be `None`, or 0 or more and finite: rates, weights of losses, and a count.
 RATE_FIELDS = (
     "learning_rate",
     "vision_learning_rate",
@@ -171,7 +171,7 @@ def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Counts are 1 or more. Learning rates and the weights of losses are 0 or more, and finite."""
+    """Counts are 1 or more. Learning rates, the weights of losses and `eval_answers` are 0 or more, and finite."""
     all_fields = {**vars(args), **vars(run_args)}
     for name in COUNT_FIELDS:
         count = all_fields[name]

@@ -82,7 +82,7 @@ def check_arms(seed: int) -> list[dict[str, Any]]:
     rows = []
     for arm in Arm:
         composed_folder = folder / arm.name.lower()
-        if not (composed_folder / "processor_config.json").exists():  # the file that compose.py writes last
+        if not (composed_folder / "adapt.yaml").exists():  # the file that compose.py writes last
             compose_arm(arm, seed, composed_folder)
         model_by_compose = AutoModelForImageTextToText.from_pretrained(composed_folder)
         model_by_study, processor = make_arm_model(arm, shared_start)  # both models have the same processor

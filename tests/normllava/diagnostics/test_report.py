@@ -275,6 +275,7 @@ def test_the_figure_of_a_sweep_has_a_curve_over_the_norm_and_a_ring_at_dose_1() 
         pytest.param(Estimate(1.5, 1.5, 1.5), "1.5 (± 0)", id="no width"),
         pytest.param(Estimate(0.99999123, 0.99999081, 0.99999165), "0.99999 (± 0)", id="float32's rounding"),
         pytest.param(Estimate(9.7979585, 9.79795845, 9.79795855), "9.798 (± 0)", id="a norm that is constant"),
+        pytest.param(Estimate(5e5, 499990.0, 500010.0), "500,000 (± 10)", id="narrow and large"),
         pytest.param(Estimate(1.132774, 1.132734, 1.132814), "1.13277 (± 0.00004)", id="narrow"),
         pytest.param(Estimate(1.23456), "1.23", id="no interval"),
         pytest.param(Estimate(12345.6), "12,346", id="no interval, thousands"),
@@ -390,5 +391,5 @@ def test_half_a_line_of_answers_is_named(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text(
         '{"step": 1, "row": 0, "question": "", "expected": "", "answer": ""}\n{"st'
     )
-    with pytest.raises(UserError, match=r"answers.jsonl, line 2, can't be read"):
+    with pytest.raises(UserError, match=r"answers.jsonl, line 2, is not valid JSON"):
         read_training_answers(tmp_path)

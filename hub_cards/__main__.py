@@ -2,6 +2,7 @@
 
 python -m hub_cards push <run folder> --repo_id me/Llama-NormLlava-3B --dry_run
 python -m hub_cards push <run folder> --repo_id me/Llama-NormLlava-3B --public
+python -m hub_cards gguf <run folder>/release
 python -m hub_cards verify me/Llama-NormLlava-3B --revision v1.0
 """
 
@@ -19,6 +20,7 @@ from huggingface_hub.utils import httpx  # the HTTP library whose errors the Hub
 
 from hub_cards.build import BuildOptions, build_or_take
 from hub_cards.check import require_no_faults
+from hub_cards.llama_cpp import export
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
 from normllava.errors import UserError
@@ -52,6 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
     push.add_argument("--license", help="the model's licence, where the licence of a part is not known")
     push.add_argument("--base_licence_file", type=Path, help="file with the licence's text, if it isn't Apache's")
 
+    gguf = commands.add_parser("gguf", help="write a plain Llava's files for llama.cpp, and compare its answers")
+    gguf.add_argument("release", type=Path, help="release folder, or output folder of the last stage")
+    gguf.add_argument("--output_dir", type=Path, help="where the files go (default: the release folder itself)")
+
     verify = commands.add_parser("verify", help="download a release afresh and load it, as any user would")
     verify.add_argument("repo_id", help="owner/name")
     verify.add_argument("--revision", required=True, help="tag to verify")
@@ -65,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(build_parser(), argv)
     if args.command == "push":
         run_push(args)
+    elif args.command == "gguf":
+        export(args.release, args.output_dir or args.release)
     else:
         run_verify(args)
 

@@ -33,7 +33,7 @@ TOKEN_PATTERN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 # Files that are not searched for tokens and private paths. The vocabulary in tokenizer.json holds all kinds of text,
 # which would raise false alarms. Weights and pictures are no text, and are written without metadata.
 UNSEARCHED_FILES = ("tokenizer.json",)
-UNSEARCHED_SUFFIXES = (".safetensors", ".png")
+UNSEARCHED_SUFFIXES = (".safetensors", ".gguf", ".png")
 
 
 def require_no_faults(folder: Path, weights: Weights | None = None) -> None:

@@ -70,9 +70,11 @@ LISTED_FILES = {
     *(path.name for path in SERVING_FILES),
     *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),  # all class files, but not __init__.py
 }
-# Files that may be published too: weights such as model-00001-of-00002.safetensors, and pictures such as
-# images/example1.png.
-LISTED_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")
+# Files that may be published too: weights such as model-00001-of-00002.safetensors, pictures such as
+# images/example1.png, and files for llama.cpp such as mmproj-Mine-f16.gguf.
+LISTED_PATTERN = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png|[A-Za-z0-9][\w.-]*-(f32|f16)\.gguf"
+)
 
 
 def list_release(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from hub_cards.contents import CARD_FILE, is_bytecode
+from hub_cards.llama_cpp import find_problems
 from hub_cards.push import HUB_FILES
 from hub_cards.release import read_release
 from normllava.errors import UserError
@@ -73,6 +74,7 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
         completed = run_snippets(snapshot / CARD_FILE, Path(home), token)
         if completed.returncode != 0:
             problems.append(f"the card's snippet fails: {describe_failure(completed)}")
+        problems += find_problems(snapshot)  # of files for llama.cpp
         return Verdict(
             num_files=comparison.checked_count,
             printed=completed.stdout.strip(),

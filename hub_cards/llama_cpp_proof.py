@@ -120,11 +120,22 @@ def compare(
     comparisons = []
     for question, there in zip(questions, answers_there, strict=True):
         here = ask_transformers(model, processor, question)
-        # llama.cpp leaves tokens that are parts of a character out of its answer, and so the answers are compared up
-        # to the first of these.
+        # llama.cpp tells the token that ends an answer too.
+        if there.token_ids and there.token_ids[-1] in end_ids(model):
+            there = there.up_to(len(there.token_ids) - 1)
+        # It leaves tokens that are parts of a character out, and so the answers are compared up to the first of these.
         length = count_whole_characters(here.token_ids, processor.tokenizer)
-        comparisons.append(compare_answers(question, here.up_to(length), there.up_to(length)))
+        if length < len(here.token_ids):
+            here = here.up_to(length)
+            there = there.up_to(length)
+        comparisons.append(compare_answers(question, here, there))
     return comparisons
+
+
+def end_ids(model: Any) -> list[int]:
+    """The ids of the tokens that end an answer."""
+    ids = model.generation_config.eos_token_id
+    return ids if isinstance(ids, list) else [ids]
 
 
 def count_whole_characters(token_ids: Sequence[int], tokenizer: Any) -> int:
@@ -147,9 +158,8 @@ def ask_transformers(model: Any, processor: Any, question: Question) -> Answer:
     )
     num_prompt_tokens = inputs["input_ids"].shape[1]
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
-    end_ids = model.generation_config.eos_token_id
     token_ids = generated[0, num_prompt_tokens:].tolist()
-    if token_ids and token_ids[-1] in (end_ids if isinstance(end_ids, list) else [end_ids]):
+    if token_ids and token_ids[-1] in end_ids(model):
         token_ids.pop()
 
     whole = torch.cat([inputs["input_ids"], torch.tensor([token_ids], dtype=torch.long)], dim=1)

@@ -137,7 +137,7 @@ def ask_in_llama_cpp(folder: Path, tokenizer: Any, questions: Sequence[SceneQues
     started = time.monotonic()
     answers = ask_llama_cpp(language_model, vision, asked)
     seconds = time.monotonic() - started
-    texts = [tokenizer.decode(answer.token_ids).strip() for answer in answers]
+    texts = [tokenizer.decode(answer.token_ids, skip_special_tokens=True).strip() for answer in answers]
     num_tokens = sum(answer.num_prompt_tokens + len(answer.token_ids) for answer in answers)
     num_bytes = language_model.stat().st_size + vision.stat().st_size
     return make_row(f"llama.cpp, {dtype}", questions, texts, num_tokens, seconds, num_bytes)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from modeling_normllava import NormLlavaConfig
 from script_runs import ROOT, read_steps
 from training import compose, sft
-from training.composing.recipes import Composition, describe_stage, recipe_fields
+from training.composing.recipes import Composition, describe_stage, recipe_fields, size_lines
 from training.modules.stages import Stage
 
 
@@ -116,9 +116,10 @@ def test_rates_and_batches_are_the_papers() -> None:
 
 
 def test_a_recipe_says_if_the_paper_has_no_model_of_its_size() -> None:
-    small = replace(QWEN3_06B, text_weights=4_000_000_000)
-    assert "This one has 4 billion:" in describe_stage(small, Stage.ALIGN)
-    assert "those of Llama-3.2-3B" in describe_stage(small, Stage.ALIGN)
+    text = " ".join(size_lines(4_000_000_000))
+    assert "This one has 4 billion:" in text
+    assert "those of Llama-3.2-3B" in text
+    assert size_lines(QWEN25_7B.text_weights) == size_lines(LLAMA32_3B.text_weights) == []
 
 
 def test_a_packed_row_holds_a_picture_of_many_tiles() -> None:
@@ -131,8 +132,7 @@ def test_a_packed_row_holds_a_picture_of_many_tiles() -> None:
 # Pairs of parts that no recipe of the repository has, with the options that change their recipes.
 PAIRS: dict[str, tuple[str, str, list[str]]] = {
     "norm": ("siglip2", "gemma3", ["--projector_norm=gwc"]),
-    "scaled": ("clip", "qwen3", ["--projector_norm=none", "--scale_projector"]),
-    "tiles": ("siglip", "llama", ["--projector_norm=none", "--max_tiles=4"]),
+    "scaled, with tiles": ("clip", "qwen3", ["--projector_norm=none", "--scale_projector", "--max_tiles=4"]),
 }
 
 

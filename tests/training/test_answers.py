@@ -162,15 +162,12 @@ def test_several_processes_answer_together(
     run(tmp_path, **fields, output_dir=str(tmp_path / "one"))
     two = {**fields, "output_dir": str(tmp_path / "two")}
     if launcher == "ddp":
-        printed = launch(tmp_path, *TWO_PROCESSES, **two)
+        launch(tmp_path, *TWO_PROCESSES, **two)
     else:
         precision = "bf16" if "bfloat16" in launcher else "no"
         options = two_processes_on_cpu("fsdp2", tmp_path, precision)
-        printed = launch(tmp_path, *options, script=FSDP_ON_CPU, **{**two, "bf16": precision == "bf16"})
+        launch(tmp_path, *options, script=FSDP_ON_CPU, **{**two, "bf16": precision == "bf16"})
 
-    if launcher != "ddp" and stage is not INSTRUCT:
-        assert "can't generate, so no row is answered" in printed
-        return
     answers = read_answers(tmp_path / "two")
     assert [(answer["step"], answer["row"]) for answer in answers] == [
         (step, row) for step in (0, 2) for row in (0, 5, 10)

@@ -157,13 +157,12 @@ class HeldOutAnswers(TrainerCallback):
         inputs["pixel_values"] = self._collator.process_images(images)
 
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-        is_sharded = isinstance(model, FSDPModule)
         generated = model.generate(
             **inputs,
             **GREEDY,
             max_new_tokens=MAX_NEW_TOKENS,
             pad_token_id=tokenizer.pad_token_id,
-            synced_gpus=is_sharded,
+            synced_gpus=self._trainer.is_fsdp_enabled,  # with adapters, the sharded root is the model around this one
         )
         texts = tokenizer.batch_decode(generated[:, length:], skip_special_tokens=True)
         return [text.strip() for text in texts]

@@ -1,7 +1,6 @@
 """TRL's trainer with our batches, loss, learning rates by module, measurements and checkpoints."""
 
 import dataclasses
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ import torch
 import transformers.trainer
 from accelerate.utils import AutocastKwargs, TorchDynamoPlugin
 from datasets import Dataset
-from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -41,8 +39,6 @@ from training.modules.stages import ModuleGroup, base_model
 from training.rows.batches import Batches
 from training.rows.streams import PLACE, StreamBatches
 
-
-logger = logging.getLogger(__name__)
 
 # The key under which a prepared batch has the positions before its supervised tokens.
 POSITIONS = "supervised_positions"
@@ -122,16 +118,8 @@ class NormLlavaTrainer(SFTTrainer):
         self.add_callback(ConsoleTable())
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
         if self.eval_dataset is not None and num_answers > 0:
-            self._answer_held_out(num_answers)
+            self.add_callback(HeldOutAnswers(self, self.eval_dataset, num_answers))
         NormMonitor(self._unwrapped(), self.processing_class).attach(self)
-
-    def _answer_held_out(self, num_answers: int) -> None:
-        """Let each evaluation answer held-out rows, unless the model can't generate."""
-        has_adapters = isinstance(self.model, PeftModel)
-        if self.is_fsdp_enabled and has_adapters:
-            logger.info("eval_answers: a model with adapters that FSDP2 shards can't generate, so no row is answered.")
-            return
-        self.add_callback(HeldOutAnswers(self, self.eval_dataset, num_answers))
 
     @override
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:

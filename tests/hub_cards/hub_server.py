@@ -26,7 +26,7 @@ from hub_cards.contents import list_release
 REPO_ID = "me/Tiny-NormLlava"
 TOKEN = "hf_loopback"
 # Files with these endings are the large files, which the Hub stores with Git LFS instead of in the commit.
-LFS_SUFFIXES = (".safetensors", ".png")
+LFS_SUFFIXES = (".safetensors", ".png", ".gguf")
 # The files of a folder or of a commit: their contents by their paths.
 Tree = dict[str, bytes]
 

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, set_seed
 
+from hub_cards.build import BuildOptions, build_release
 from hub_cards.llama_cpp_files import require_exportable
 from hub_cards.llama_cpp_proof import Answer, Question, compare_answers
 from hub_cards.model_folder import ModelFolder
+from hub_cards.push import push_release
+from hub_server import REPO_ID, HubServer, place_files, read_published
 from normllava.errors import UserError
 from training.compose import compose
 
@@ -105,8 +109,16 @@ def gguf_python() -> Path:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_llama_cpp_answers_as_transformers_does(
-    decoder: str, backbones: Callable[[str], Path], gguf_python: Path, tmp_path: Path
+    decoder: str,
+    backbones: Callable[[str], Path],
+    prose: Path,
+    widget_data: Path,
+    hub: HubServer,
+    api: HfApi,
+    gguf_python: Path,
+    tmp_path: Path,
 ) -> None:
+    """A release gets the files, is pushed with them, and `verify` asks again from what it downloaded."""
     set_seed(0)
     AutoModelForCausalLM.from_config(DECODERS[decoder]).save_pretrained(tmp_path / "text")
     train_tokenizer().save_pretrained(tmp_path / "text")
@@ -115,18 +127,40 @@ def test_llama_cpp_answers_as_transformers_does(
     )
     model.save_pretrained(tmp_path / "mine")
     processor.save_pretrained(tmp_path / "mine")
+    release = tmp_path / "release"
+    options = BuildOptions(repo_id=REPO_ID, prose=prose, widget_data=widget_data, license="apache-2.0")
+    build_release(tmp_path / "mine", release, options)
 
-    def run_command(folder: Path) -> subprocess.CompletedProcess[str]:
-        command = [gguf_python, "-m", "hub_cards", "gguf", folder, "--output_dir", tmp_path / "files"]
+    def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [gguf_python, "-m", "hub_cards", *map(str, arguments)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    completed = run_command(tmp_path / "mine")
+    completed = run_command("gguf", release)
     assert completed.returncode == 0, completed.stderr[-3000:]
-    names = {path.name for path in (tmp_path / "files").iterdir()}
-    expected = {f"{part}mine-{dtype}.gguf" for part in ("", "mmproj-") for dtype in ("f32", "f16")}
-    assert names == {"README.md", *expected}
-    rows = [line.split() for line in completed.stderr.splitlines() if line.startswith("noise")]
-    assert len(rows) == 2 * 8  # in float32 and float16
+    files = sorted(path.name for path in release.glob("*.gguf"))
+    assert files == sorted(
+        f"{part}Tiny-NormLlava-{dtype}.gguf" for part in ("", "mmproj-") for dtype in ("f32", "f16")
+    )
+    assert (release / "README.md").read_text().count("llama-server -m Tiny-NormLlava-f16.gguf") == 1
+    rows = [line.split() for line in completed.stderr.splitlines() if line.startswith(("noise", "example"))]
+    num_examples = len(list(release.glob("images/*.png")))
+    assert num_examples > 0
+    assert len(rows) == 2 * (8 + num_examples)  # in float32 and float16
     # Of random weights, some tokens are nearly ties, behind which the answers go on differently.
-    assert sum(int(row[-2]) for row in rows[:8]) > 0.5 * sum(int(row[-3]) for row in rows[:8])
-    assert all(float(row[-1]) < 0.02 for row in rows[:8])
+    in_float32 = rows[: len(rows) // 2]
+    assert sum(int(row[-2]) for row in in_float32) > 0.5 * sum(int(row[-3]) for row in in_float32)
+    assert all(float(row[-1]) < 0.02 for row in in_float32)
+
+    push_release(release, api, public=True)
+    verified = run_command("verify", REPO_ID, "--revision", "v1.0")
+    assert verified.returncode == 0, verified.stderr[-3000:]
+
+    # Most tensors of the encoder and the projector are lost.
+    published = read_published(hub)
+    vision = "mmproj-Tiny-NormLlava-f32.gguf"
+    num_lost = len(published[vision]) * 3 // 4
+    published[vision] = published[vision][:-num_lost] + bytes(num_lost)
+    place_files(hub, published)
+    refused = run_command("verify", REPO_ID, "--revision", "v1.0")
+    assert refused.returncode == 1
+    assert "Tiny-NormLlava-f32.gguf: llama.cpp doesn't answer as transformers does" in refused.stderr

@@ -133,7 +133,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if is_packed:
         require_separate_samples(config.text_config)
     if run_args.attn_implementation is None:
-        run_args.attn_implementation = default_attention(config.text_config, is_packed, args.device)
+        run_args.attn_implementation = default_attention(config.text_config, args.device)
     checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
 
     # Read the rows. What needs none has been checked before, since reading them takes long.

@@ -27,7 +27,7 @@ from transformers import (
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import collate
 from training.folders.loading import load_base
-from training.modules.attention import attend_by_kernel, default_attention, kernel_supports
+from training.modules.attention import attend_by_kernel, default_attention, kernel_supports, unread_mask
 from training.options.arguments import RunArguments, TrainingConfig
 
 
@@ -180,17 +180,17 @@ def test_varlen_and_sdpa_give_the_same_logits_and_texts_of_rows_that_are_not_pac
         assert torch.equal(generated_ids, expected_ids)
 
 
-def test_a_packed_row_without_cu_seq_lens_is_refused() -> None:
+def test_a_packed_row_without_cu_seq_lens_gets_a_mask_by_its_positions() -> None:
     row = packed_row(LENGTHS)
-    model = make_decoder(DECODERS["llama"], "varlen")
-    with pytest.raises(ValueError, match="isn't told where the samples of a packed row begin"):
-        model(row["input_ids"], position_ids=row["position_ids"], use_cache=False)
+    inputs = {"input_ids": row["input_ids"], "position_ids": row["position_ids"], "use_cache": False}
+    logits = make_decoder(DECODERS["llama"], "varlen")(**inputs).logits
+    expected_logits = make_decoder(DECODERS["llama"], "sdpa")(**inputs).logits
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-12, atol=1e-12)
 
 
 # Decoders for which "varlen" would give wrong results, and a pattern of the error, which names the attention to use
 # instead: sdpa or eager.
 REFUSED_DECODERS = {
-    "a decoder that doesn't pass cu_seq_lens on": (NemotronConfig(**SIZES), "NemotronAttention isn't told .* sdpa"),
     "a decoder that has its window only in the mask": (
         DogeConfig(**SIZES, sliding_window=5),
         "DogeAttention doesn't tell its sliding window.*: sdpa",
@@ -208,19 +208,28 @@ def test_decoders_that_cannot_use_varlen_are_refused_by_name(kind: str) -> None:
         model(**packed_row(LENGTHS), use_cache=False)
 
 
-def test_varlen_is_the_default_of_packed_runs_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_does_not_pass_cu_seq_lens_on_is_refused() -> None:
+    model = make_decoder(NemotronConfig(**SIZES), "varlen")
+    mask = unread_mask(torch.device("cpu"))  # which training gives with packed rows
+    with pytest.raises(ValueError, match=r"NemotronAttention isn't told .* sdpa"):
+        model(**packed_row(LENGTHS), attention_mask=mask, use_cache=False)
+
+
+def test_varlen_is_the_default_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = DECODERS["llama"]
     cpu = torch.device("cpu")
-    assert default_attention(llama, packed=True, device=cpu) == "varlen"
-    assert default_attention(llama, packed=False, device=cpu) == "sdpa"
+    assert default_attention(llama, cpu) == "varlen"
     # StableLM computes attention in its own code, which varlen can't replace.
-    assert default_attention(StableLmConfig(), packed=True, device=cpu) == "sdpa"
+    assert default_attention(StableLmConfig(), cpu) == "sdpa"
 
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # Hopper, which has the kernel
-    assert default_attention(llama, packed=True, device=gpu) == "varlen"
+    assert default_attention(llama, gpu) == "varlen"
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # AMD's GPUs, on which the kernel was never run
+    assert default_attention(llama, gpu) == "sdpa"
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # Turing, which lacks the kernel
-    assert default_attention(llama, packed=True, device=gpu) == "sdpa"
+    assert default_attention(llama, gpu) == "sdpa"
 
 
 def plain_kernel(
@@ -392,6 +401,22 @@ def test_the_kernel_does_not_support_other_attention(
     query = torch.empty(1, 2, 4, query_dim)
     value = torch.empty(1, 2, 4, value_dim, dtype=dtype)
     assert not kernel_supports(query, value, dropout)
+
+
+def test_the_kernel_does_not_train_heads_of_193_to_224_on_gpus_with_less_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def supports(dim: int, capability: tuple[int, int]) -> bool:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        states = torch.empty(1, 2, 4, dim, dtype=torch.bfloat16)
+        return kernel_supports(states, states, dropout=0.0)
+
+    for capability in ((8, 6), (8, 9), (12, 0)):  # such as an RTX 3090, 4090 and 5090
+        assert not supports(200, capability)
+        assert not supports(224, capability)
+        assert supports(192, capability)
+        assert supports(256, capability)
+    assert supports(200, (9, 0))
 
 
 @pytest.mark.slow

@@ -25,10 +25,9 @@ from modeling_normllava import (  # noqa: E402
 )
 from script_runs import PACKED, collate, read_steps, run  # noqa: E402
 from training.add_key_adapters import add_key_adapters  # noqa: E402
-from training.loop.loss import gradient_alone  # noqa: E402
 from training.merge import merge  # noqa: E402
 from training.modules.adapters import add_adapters  # noqa: E402
-from training.modules.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
+from training.modules.key_alignment import KeyAlignment, gradient_alone, gram_distance, mmd  # noqa: E402
 from training.modules.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 
 

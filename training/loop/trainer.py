@@ -28,20 +28,22 @@ from training.folders.run import Run
 from training.loop.answers import HeldOutAnswers
 from training.loop.checkpointing import choose_checkpointing
 from training.loop.finite import FiniteWatch
-from training.loop.loss import gradient_alone, head_at_positions, supervised_tokens
 from training.loop.measurements import StepMeasurements
 from training.loop.monitor import ConsoleTable, MetricsFile
+from training.loop.positions import head_at_positions, image_positions, images_at_positions, supervised_tokens
 from training.loop.rehearsal import largest_batches, rehearsal
-from training.modules.compiling import compile_layers
-from training.modules.key_alignment import KeyAlignment
+from training.modules.attention import unread_mask
+from training.modules.compiling import compile_modules, compiled_modules
+from training.modules.key_alignment import KeyAlignment, gradient_alone
 from training.modules.module_parameters import TrainedModules, gradient_norm
 from training.modules.stages import ModuleGroup, base_model
 from training.rows.batches import Batches
 from training.rows.streams import PLACE, StreamBatches
 
 
-# The key under which a prepared batch has the positions before its supervised tokens.
+# The keys under which a prepared batch has the positions before its supervised tokens, and those of its image tokens.
 POSITIONS = "supervised_positions"
+IMAGE_POSITIONS = "image_positions"
 
 
 class NormLlavaTrainer(SFTTrainer):
@@ -162,11 +164,11 @@ class NormLlavaTrainer(SFTTrainer):
         # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)
 
-        # The layers are listed before FSDP's activation checkpointing wraps them, to be compiled inside the wrappers.
-        layers = list(find_decoder(self._unwrapped()).layers)
+        # Listed before FSDP wraps the layers.
+        modules = compiled_modules(self._unwrapped())
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.args.torch_compile:
-            compile_layers(layers, self.args.torch_compile_backend)
+            compile_modules(modules, self.args.torch_compile_backend)
 
         # From here on, FSDP2 replaces no parameters.
         self._trained_parameters = self._modules.list_parameters(self.accelerator.unwrap_model(model))
@@ -273,12 +275,13 @@ class NormLlavaTrainer(SFTTrainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The batch on the device, with the positions before supervised tokens instead of its labels.
 
-        The positions are found before the batch is copied. On the device, Python would have to wait for their number.
+        All positions are found before the batch is copied. On the device, Python would have to wait for their number.
         """
         inputs = dict(inputs)
         positions, next_tokens = supervised_tokens(inputs.pop("labels"))
         inputs[POSITIONS] = positions  # [num_supervised]
         inputs["shift_labels"] = next_tokens[None]  # [1, num_supervised]
+        inputs[IMAGE_POSITIONS] = image_positions(inputs["input_ids"], self._unwrapped().config.image_token_id)
         return super()._prepare_inputs(inputs)
 
     @override
@@ -333,7 +336,10 @@ class NormLlavaTrainer(SFTTrainer):
 
         model_inputs = dict(inputs)
         positions = model_inputs.pop(POSITIONS)
-        with head_at_positions(unwrapped, positions):
+        images = model_inputs.pop(IMAGE_POSITIONS)
+        reads_no_mask = self.data_collator.packed and find_decoder(unwrapped).config._attn_implementation == "varlen"
+        mask = unread_mask(self.args.device) if reads_no_mask else None
+        with images_at_positions(unwrapped, images, mask), head_at_positions(unwrapped, positions):
             return model(**model_inputs, use_cache=False, fused_lm_head=True)
 
     @override

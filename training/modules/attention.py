@@ -21,30 +21,29 @@ from normllava.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+# GPUs with less shared memory than those of data centres, such as an RTX 3090, a 4090 and a 5090, by their compute
+# capability.
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
-def varlen_mask(
-    q_length: int,
-    kv_length: int,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The attention mask of a batch; `None` for a packed row. Arguments are those of transformers' mask functions.
 
-    Where transformers finds positions that begin anew within a row, it calls this function with
-    `allow_is_causal_skip=False`. Without an `attention_mask`, such a row is packed.
+def unread_mask(device: torch.device) -> torch.Tensor:
+    """The mask that the decoder gets with a packed row, empty, `(1, 1, 0, 0)`.
+
+    transformers makes no mask where it gets one of four dimensions, and "varlen" doesn't read that of a packed row.
+    Other attention fails on an empty one.
     """
-    positions_restart = not allow_is_causal_skip
-    has_no_cache = q_length == kv_length  # earlier keys in a cache would make kv_length larger
-    is_packed = positions_restart and attention_mask is None and has_no_cache
-    if is_packed:
-        return None
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
-    # With `allow_is_causal_skip=True`, `sdpa_mask` would return `None` for rows without padding. Here `None` must
-    # always mean a packed row.
-    return sdpa_mask(
-        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs
-    )
+
+def mask_without_reading(
+    attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: Any
+) -> torch.Tensor | None:
+    """The mask of rows that are not packed. Arguments are those of transformers' mask functions.
+
+    `sdpa_mask` would read from an `attention_mask` whether anything is padded, and Python would wait for the GPU.
+    """
+    can_skip = allow_is_causal_skip and attention_mask is None
+    return sdpa_mask(attention_mask=attention_mask, allow_is_causal_skip=can_skip, **kwargs)
 
 
 def varlen_attention_forward(
@@ -69,8 +68,8 @@ def varlen_attention_forward(
         module: The attention layer.
         query: `(1, num_heads, sequence_length, head_dim)`.
         key, value: `(1, num_key_value_heads, sequence_length, head_dim)`.
-        attention_mask: The mask from [`varlen_mask`], which is `None` for a packed row with several samples. A packed
-            row with a single sample gets a mask, which is not used.
+        attention_mask: The mask of rows that are not packed; `None` if nothing is padded. With a packed row, this is
+            [`unread_mask`], or any mask that transformers has made, and isn't used.
         dropout: The probability with which an attention weight is dropped.
         scaling: The factor of the products of queries and keys; 1/√head_dim by default.
         cu_seq_lens_q: The position at which each sample begins, and then the row's length, int32,
@@ -85,8 +84,8 @@ def varlen_attention_forward(
         The output, `(1, sequence_length, num_heads, head_dim)`, and `None` in place of the attention weights.
 
     Raises:
-        UserError: if the layer has soft caps or attention sinks, doesn't get `cu_seq_lens_q` and `max_length_q` for a
-            packed row, or has a sliding window and doesn't give `sliding_window`.
+        UserError: if the layer has soft caps or attention sinks, gets [`unread_mask`] without `cu_seq_lens_q` and
+            `max_length_q`, or has a sliding window and doesn't give `sliding_window` for a packed row.
     """
     if softcap is not None or s_aux is not None:
         raise UserError(
@@ -94,9 +93,10 @@ def varlen_attention_forward(
             "set attn_implementation: eager."
         )
 
-    # Rows that are not packed come without the lengths of samples, and always with a mask.
+    # Rows that are not packed come without the lengths of samples.
     if cu_seq_lens_q is None or max_length_q is None:
-        if attention_mask is None:  # a packed row, but the decoder hasn't passed its samples' lengths on
+        is_packed = attention_mask is not None and attention_mask.numel() == 0
+        if is_packed:  # but the decoder hasn't passed the lengths of its samples on
             raise UserError(
                 f"{type(module).__name__} isn't told where the samples of a packed row begin (cu_seq_lens_q, "
                 'max_length_q), and so can\'t run with "varlen": set attn_implementation: sdpa.'
@@ -141,6 +141,9 @@ def kernel_supports(query: torch.Tensor, value: torch.Tensor, dropout: float) ->
     head_dim = query.shape[-1]
     same_head_dim = value.shape[-1] == head_dim
     supports_head_dim = head_dim <= 256 and head_dim % 8 == 0
+    # With less shared memory, torch's own sdpa doesn't train heads of these sizes by FlashAttention.
+    if 192 < head_dim <= 224 and torch.cuda.get_device_capability(query.device) in SMALL_SHARED_MEMORY:
+        supports_head_dim = False
     supports_dtype = value.dtype in (torch.float16, torch.bfloat16)
     return same_head_dim and supports_head_dim and supports_dtype and dropout == 0.0
 
@@ -253,26 +256,26 @@ def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
     )
 
 
-def default_attention(config: PreTrainedConfig, packed: bool, device: torch.device) -> str:
-    """The attention of a run if its recipe names none: "varlen" for packed rows if it can run, otherwise "sdpa".
+def default_attention(config: PreTrainedConfig, device: torch.device) -> str:
+    """The attention of a run if its recipe names none: "varlen" if it can run, otherwise "sdpa".
 
     Args:
         config: The language model's config.
-        packed: Whether rows are packed.
         device: The device that the run trains on.
     """
     # Some decoders compute attention in their own code, and don't call functions registered with transformers.
     is_pluggable = MODEL_MAPPING[type(config)]._supports_attention_backend
-    if not packed or not is_pluggable:
+    if not is_pluggable:
         return "sdpa"
 
     if device.type == "cpu":
         return "varlen"
-    # The kernel needs compute capability 8.0 (Ampere) or later.
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+    # The kernel needs compute capability 8.0 (Ampere) or later. AMD's GPUs have another, which was never run.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0):
         return "varlen"
     return "sdpa"
 
 
 AttentionInterface.register("varlen", varlen_attention_forward)
-AttentionMaskInterface.register("varlen", varlen_mask)
+AttentionMaskInterface.register("varlen", mask_without_reading)

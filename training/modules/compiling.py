@@ -1,25 +1,65 @@
-"""Compiles the decoder's layers one by one, since the whole model would break into dozens of graphs.
+"""Compiles the decoder's and the encoder's layers and the projector one by one.
 
-On a CPU, attention "varlen" isn't compiled (attention.py), so a layer's graph breaks in two. With gradient
-checkpointing, torch can't break a graph inside a layer, and so compiles nothing of the layer.
+The whole model would break into dozens of graphs. On a CPU, attention "varlen" isn't compiled for packed rows
+(attention.py), so a decoder layer's graph breaks in two. With gradient checkpointing, torch can't break a graph inside
+a layer, and so compiles nothing of the layer.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
+from transformers import LlavaForConditionalGeneration
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from normllava.parts import find_decoder
 
 
-def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
-    """Let each decoder layer run compiled while it is in training mode.
+# For a norm's gradients inductor would compile another graph for batches with less than twice as many tokens as the
+# hidden states are wide, in the middle of training. With this option one graph serves all. Not every version has it.
+ONE_GRAPH = "triton.mix_order_reduction_non_strict_mode"
 
-    The same graphs serve all layers, and rows of any length. Only a layer's `forward` is replaced, so that weights
-    keep their names and hooks on the layer are called as before. Hooks on modules inside a layer are called only in
-    eval mode, in which the layer doesn't run compiled.
+
+def compiled_modules(model: LlavaForConditionalGeneration) -> list[nn.Module]:
+    """The modules of a model that are compiled.
+
+    They must be listed before FSDP's activation checkpointing wraps layers, to be compiled inside the wrappers.
+    """
+    return [*find_decoder(model).layers, model.model.multi_modal_projector, *_read_encoder_layers(model)]
+
+
+def _read_encoder_layers(model: LlavaForConditionalGeneration) -> list[nn.Module]:
+    """The encoder's layers up to the one that the model reads. Others aren't trained, and would need another graph."""
+    encoder: Any = model.model.vision_tower
+    # An encoder has one list of layers, whose name depends on the encoder.
+    layers = next(list(module) for module in encoder.modules() if isinstance(module, nn.ModuleList))
+
+    # transformers collects the outputs of layers by hooks on them, and attention weights, which nothing reads here, by
+    # hooks inside of them, where they would break a layer's graph in two.
+    maybe_install_capturing_hooks(encoder)
+    for layer in layers:
+        for module in layer.modules():
+            if module is not layer:
+                module._forward_hooks.clear()
+
+    # An index of `hidden_states`: the embeddings, and then each layer's output.
+    read_layers = model.config.vision_feature_layer
+    if isinstance(read_layers, int):
+        read_layers = [read_layers]
+    return layers[: max(layer % (len(layers) + 1) for layer in read_layers)]
+
+
+def compile_modules(modules: Iterable[nn.Module], backend: str) -> None:
+    """Let each module run compiled while it is in training mode.
+
+    The same graphs serve all layers of a kind, and rows of any length. Only a module's `forward` is replaced, so that
+    weights keep their names and hooks on the module are called as before. Hooks on modules inside of it are called
+    only in eval mode, in which it doesn't run compiled.
 
     Args:
-        layers: The layers. Under FSDP2 they must be sharded already: sharding replaces a layer's class, by which
+        modules: The modules. Under FSDP2 they must be sharded already: sharding replaces a layer's class, by which
             transformers decides whether to checkpoint the layer.
         backend: The backend for `torch.compile`.
     """
@@ -27,20 +67,23 @@ def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
     # torch if the layer is checkpointed.
     torch._dynamo.config.optimize_ddp = False
 
-    for layer in layers:
-        _compile_layer(layer, backend)
+    options = None
+    if backend == "inductor" and ONE_GRAPH in torch._inductor.config.get_config_copy():
+        options = {ONE_GRAPH: True}
+    for module in modules:
+        _compile_module(module, backend, options)
 
 
-def _compile_layer(layer: nn.Module, backend: str) -> None:
-    """Replace a layer's `forward` by one that runs compiled in training mode."""
-    eager_forward = layer.forward
-    # layer.compile() would compile the layer's hooks too. Without `dynamic`, torch would compile a graph for each
+def _compile_module(module: nn.Module, backend: str, options: dict[str, Any] | None) -> None:
+    """Replace a module's `forward` by one that runs compiled in training mode."""
+    eager_forward = module.forward
+    # module.compile() would compile the module's hooks too. Without `dynamic`, torch would compile a graph for each
     # sequence length.
-    compiled_forward = torch.compile(eager_forward, dynamic=True, backend=backend)
+    compiled_forward = torch.compile(eager_forward, dynamic=True, backend=backend, options=options)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if layer.training:
+        if module.training:
             return compiled_forward(*args, **kwargs)
         return eager_forward(*args, **kwargs)
 
-    layer.forward = forward
+    module.forward = forward

@@ -109,6 +109,11 @@ def gram_matrix(keys: torch.Tensor) -> torch.Tensor:
     return directions @ directions.mT
 
 
+def gradient_alone(loss: torch.Tensor) -> torch.Tensor:
+    """Zero, with the gradient of `loss`. Added to another loss, it changes the gradient and not the value."""
+    return loss - loss.detach()
+
+
 class KeyAlignment:
     """Records the decoder's keys in training, and computes the penalty on them that is added to the loss.
 

@@ -47,7 +47,7 @@ class RunArguments(DatasetArguments, ModelConfig):
 
     attn_implementation: str | None = option(
         None,
-        "Attention of the language model. Default: varlen with packed_length, else sdpa; a resumed run keeps its own.",
+        "Attention of the language model. Default: varlen where it can run, else sdpa; a resumed run keeps its own.",
     )
     lora_dropout: float = option(0.0, "Dropout before the adapters; TRL's is 0.05.")
     use_bnb_nested_quant: bool = option(True, "Quantize the 4-bit weights' scales too.")

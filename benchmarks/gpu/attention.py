@@ -37,6 +37,11 @@ CASES = {
 }
 # Lengths of packed rows at which the first call is measured: 8152, 8112, ..., 7712 tokens.
 NEW_LENGTHS = [8192 - 40 * number for number in range(1, 13)]
+# Sliding windows of the first case: below the length of its longest sample, and above.
+WINDOWS = (512, 2048)
+# The most by which an output or a gradient in bfloat16 may differ from float32's, relative to its norm. On an H200 the
+# largest was 0.0035.
+TOLERANCE = 0.01
 # The kinds of attention that are measured in both `CASES`, and whether cuDNN is allowed.
 MEASURED_IN_CASES = [("varlen", False), ("sdpa, masked", True), ("sdpa, masked", False)]
 # The kinds of attention whose first call at new lengths is measured, and whether cuDNN is allowed.
@@ -76,6 +81,16 @@ def arms(device: torch.device) -> list[Arm]:
             compared_with = None if kind == "varlen" else f"{case}: varlen"
             all_arms.append(Arm(arm_name(case, kind, cudnn), measure, settings, compared_with))
 
+    case, full_lengths = next(iter(CASES.items()))
+    lengths = [max(length // shrink, 2) for length in full_lengths]
+    for full_window in WINDOWS:
+        window = full_window // shrink
+        measure = partial(
+            measure_case, "varlen", cudnn=False, lengths=lengths, repeats=repeats, device=device, window=window
+        )
+        settings = {"lengths": lengths, "repeats": repeats, "window": window}
+        all_arms.append(Arm(f"{case}: varlen, window {full_window}", measure, settings, f"{case}: varlen"))
+
     new_lengths = [length // shrink for length in NEW_LENGTHS]
     for kind, cudnn in MEASURED_AT_NEW_LENGTHS:
         measure = partial(measure_first_calls, kind, cudnn=cudnn, row_lengths=new_lengths, device=device)
@@ -91,14 +106,19 @@ def arm_name(case: str, kind: str, cudnn: bool) -> str:
     return f"{case}: {kind}, without cuDNN"
 
 
-def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device) -> Figures:
+def measure_case(
+    kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device, window: int | None = None
+) -> Figures:
     """The median time of a forward and a backward pass, and the errors of the output and of the gradients.
 
-    The errors are differences to a reference in float32.
+    The errors are differences to a reference in float32. `window` is the number of tokens that a token sees.
+
+    Raises:
+        ValueError: if an error is above `TOLERANCE`.
     """
     states = make_states(sum(lengths), device)
     grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=DTYPE)
-    attention = make_attention(kind, lengths, device)
+    attention = make_attention(kind, lengths, device, window)
 
     stopwatch = Stopwatch(device)
     with cudnn_attention(cudnn):
@@ -112,13 +132,15 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
     figures: Figures = {"milliseconds": statistics.median(stopwatch.seconds()) * 1000}
 
     float32_states = [state.detach().float().requires_grad_() for state in states]
-    reference = partial(attend_in_matrix_products, lengths=lengths)
+    reference = partial(attend_in_matrix_products, lengths=lengths, window=window)
     expected_tensors = forward_and_backward(reference, float32_states, grad_output.float())
     # Besides the output, these are the gradients of query, key and value.
     names = ("output", "query", "key", "value")
     for name, computed, expected in zip(names, computed_tensors, expected_tensors, strict=True):
         error = (computed.float() - expected).norm() / expected.norm()
         figures[f"{name}_relative_error"] = error.item()
+        if error > TOLERANCE:
+            raise ValueError(f"The relative error of the {name} is {error:.2g}, above {TOLERANCE}.")
     return figures
 
 
@@ -161,7 +183,7 @@ def make_states(num_tokens: int, device: torch.device) -> States:
     return states
 
 
-def make_attention(kind: str, lengths: list[int], device: torch.device) -> Attention:
+def make_attention(kind: str, lengths: list[int], device: torch.device, window: int | None = None) -> Attention:
     """A function that computes attention over a row whose samples have these lengths."""
     layer: Any = AttentionLayer()
     if kind == "varlen":
@@ -172,7 +194,14 @@ def make_attention(kind: str, lengths: list[int], device: torch.device) -> Atten
         def attend_by_sample(states: States) -> torch.Tensor:
             query, key, value = states
             output, _ = varlen_attention_forward(
-                layer, query, key, value, attention_mask=None, cu_seq_lens_q=bounds, max_length_q=longest
+                layer,
+                query,
+                key,
+                value,
+                attention_mask=None,
+                cu_seq_lens_q=bounds,
+                max_length_q=longest,
+                sliding_window=window,
             )
             return output
 
@@ -211,7 +240,7 @@ def forward_and_backward(attention: Attention, states: States, grad_output: torc
     return [output, *gradients]
 
 
-def attend_in_matrix_products(states: States, lengths: list[int]) -> torch.Tensor:
+def attend_in_matrix_products(states: States, lengths: list[int], window: int | None) -> torch.Tensor:
     """The output of causal attention within each sample, in plain matrix products: the reference."""
     # Each sample's query, key and value are [heads, length, head_dim].
     queries, keys, values = [state[0].split(lengths, dim=1) for state in states]
@@ -223,8 +252,10 @@ def attend_in_matrix_products(states: States, lengths: list[int]) -> torch.Tenso
         value = grouped_value.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
 
         scores = query @ key.mT / HEAD_DIM**0.5  # [heads, length, length]
-        is_future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(is_future, -torch.inf).softmax(-1)
+        is_hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        if window is not None:
+            is_hidden |= torch.ones_like(is_hidden).tril(-window)
+        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
         outputs.append(weights @ value)
 
     output = torch.cat(outputs, dim=1)  # [heads, num_tokens, head_dim]

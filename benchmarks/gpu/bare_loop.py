@@ -17,8 +17,8 @@ from training.modules.stages import base_model
 class BareLoop(StepRecorder):
     """A callback that runs the loop when our trainer begins, and ends the training before the trainer takes a step."""
 
-    def __init__(self, warmup: int, compile_backend: str) -> None:
-        super().__init__(warmup)
+    def __init__(self, warmup: int, steps: int, compile_backend: str) -> None:
+        super().__init__(warmup, steps)
         self.compile_backend = compile_backend
 
     def on_train_begin(
@@ -41,11 +41,12 @@ class BareLoop(StepRecorder):
         losses = []
         for start in range(0, num_batches, passes_per_step):
             step_batches = batches[start : start + passes_per_step]
+            self.begin_profile()
             for batch in step_batches:
                 self.record_pass(batch)
             losses.append(take_step(base, step_batches, optimizer, args))
             self.end_step()
 
         loss = torch.stack(losses).mean().item()
-        self.figures = {"loss": loss, **self.summary()}
+        self.figures |= {"loss": loss, **self.summary()}
         raise TrainingMeasured

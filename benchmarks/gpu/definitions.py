@@ -21,9 +21,9 @@ language model's head counts for supervised tokens only.
 takes the device's peak, 989 TFLOP/s for an H100 and an H200 in bfloat16. The other takes the speed of the fastest
 matrix product that was measured on the same device.
 
-**The layers' time** is the time from the input of the decoder's first layer to the decoder's last norm, and in the
-backward pass from this norm to that input. It includes masks, rotary embeddings, and what gradient checkpointing
-computes again. The layers' share counts the FLOPs of the decoder's layers only.
+**The layers' time** is the time from the input of the decoder's first layer to the decoder's output, and in the
+backward pass from this output to that input. It includes masks, rotary embeddings, the last norm, and what gradient
+checkpointing computes again. The layers' share counts the FLOPs of the decoder's layers only.
 """
 
 from dataclasses import dataclass

@@ -21,12 +21,13 @@ PACKED_LENGTH = 8192
 # Number of measured steps, after the warm-up. Slow arms measure fewer.
 MEASURED_STEPS = 5
 SLOW_MEASURED_STEPS = 3
-# Number of steps of the warm-up with compiled layers: on an H200, the third step compiled a second graph.
+# Number of steps of the warm-up. With compiled layers an H200 compiled a second graph in the third step.
+WARMUP = 2
 COMPILED_WARMUP = 3
 
 
 def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """The arms of stage 1 and of LoRA, with all decoder layers. The most important arms come first."""
+    """The arms of stage 1 and of LoRA, with all decoder layers."""
     workplace = make_workplace(device, folder, num_layers=28)
 
     varlen = packed_training(device, "adapt")
@@ -34,21 +35,43 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
     packed_by_mask = replace(varlen, attention="sdpa", cudnn=True)  # torch chooses sdpa's kernel, perhaps cuDNN's
     if device.type == "cuda":
         packed_by_mask = replace(packed_by_mask, steps=packed_by_mask.warmup + SLOW_MEASURED_STEPS)
-    padded = replace(varlen, packed_length=None, attention="sdpa")
-    trl = replace(padded, trainer="TRL")
+    padded = replace(varlen, packed_length=None)
+    padded_compiled = with_compiled_layers(padded)
+    trl = replace(padded, trainer="TRL", attention="sdpa")
+    trl_compiled = with_compiled_layers(trl)
     bare = replace(compiled, trainer="bare")
 
-    # Each tuple has the name of an arm, its training, and the name of the arm that it is compared with.
+    # Each tuple has the name of an arm, its training, and the name of the arm that it is compared with. What is least
+    # known comes first.
+    no_checkpointing = {"checkpointing": False}
     named_trainings = [
-        ("LoRA: packed, varlen", varlen, "LoRA: packed by sdpa's mask"),
-        ("LoRA: packed, varlen, compiled", compiled, "LoRA: packed, varlen"),
         ("LoRA: TRL, padded", trl, None),
-        ("LoRA: bare loop, compiled", bare, "LoRA: packed, varlen, compiled"),
-        ("stage 1: packed, varlen", replace(varlen, stage="align"), "stage 1: packed by sdpa's mask"),
-        ("stage 1: packed, varlen, compiled", replace(compiled, stage="align"), "stage 1: packed, varlen"),
-        ("LoRA: packed by sdpa's mask", packed_by_mask, "LoRA: TRL, padded"),
-        ("stage 1: packed by sdpa's mask", replace(packed_by_mask, stage="align"), None),
+        ("LoRA: TRL, padded, compiled layers", trl_compiled, "LoRA: TRL, padded"),
+        ("LoRA: packed, varlen, compiled", compiled, "LoRA: TRL, padded, compiled layers"),
+        (
+            "LoRA: TRL, padded, compiled layers, no checkpointing",
+            replace(trl_compiled, **no_checkpointing),
+            "LoRA: TRL, padded, compiled layers",
+        ),
+        (
+            "LoRA: packed, varlen, compiled, no checkpointing",
+            replace(compiled, **no_checkpointing),
+            "LoRA: TRL, padded, compiled layers, no checkpointing",
+        ),
+        ("LoRA: TRL, padded, no checkpointing", replace(trl, **no_checkpointing), "LoRA: TRL, padded"),
+        ("LoRA: packed, varlen", varlen, "LoRA: TRL, padded"),
         ("LoRA: ours, padded", padded, "LoRA: TRL, padded"),
+        ("LoRA: ours, padded, compiled", padded_compiled, "LoRA: TRL, padded, compiled layers"),
+        (
+            "stage 1: packed, varlen, compiled, no checkpointing",
+            replace(compiled, stage="align", **no_checkpointing),
+            "stage 1: packed, varlen, compiled",
+        ),
+        ("stage 1: packed, varlen, compiled", replace(compiled, stage="align"), "stage 1: packed, varlen"),
+        ("stage 1: packed, varlen", replace(varlen, stage="align"), "stage 1: packed by sdpa's mask"),
+        ("LoRA: bare loop, compiled", bare, "LoRA: packed, varlen, compiled"),
+        ("LoRA: packed by sdpa's mask", packed_by_mask, "LoRA: packed, varlen"),
+        ("stage 1: packed by sdpa's mask", replace(packed_by_mask, stage="align"), None),
     ]
     return [
         training_arm(name, training, workplace, compared_with) for name, training, compared_with in named_trainings
@@ -97,8 +120,8 @@ def packed_training(device: torch.device, stage: Literal["align", "instruct", "a
     return Training(
         trainer="ours",
         stage=stage,
-        steps=1 + measured_steps,
-        warmup=1,
+        steps=WARMUP + measured_steps,
+        warmup=WARMUP,
         packed_length=PACKED_LENGTH,
         attention="varlen",
         workers=True,
@@ -126,7 +149,7 @@ def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workp
         compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")
-    most_steps = COMPILED_WARMUP + MEASURED_STEPS
+    most_steps = COMPILED_WARMUP + MEASURED_STEPS + 1  # one is profiled
     num_rows = most_steps * workplace.rows_per_step
     lengths = LLAVA_LENGTHS if on_gpu else TINY_LENGTHS
     write_rows(folder, num_rows, config.vision_config.image_size, lengths)

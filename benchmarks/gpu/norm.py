@@ -37,8 +37,17 @@ GAIN = 0.80 / HIDDEN_SIZE**0.5
 NUM_TIMINGS = 5  # an arm's time is the median of so many measurements
 INPUT_STD = 30  # the standard deviation of the inputs; not 1, so that the norm changes them
 
+
+class CastLayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` whose output has its input's dtype, as ours has. Under autocast it would be float32."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Normalise `inputs`."""
+        return super().forward(inputs).to(inputs.dtype)
+
+
 KINDS: dict[str, type[nn.LayerNorm]] = {
-    "LayerNorm": nn.LayerNorm,
+    "LayerNorm": CastLayerNorm,
     "GWC": GlobalWeightCompensatedLayerNorm,
 }
 

@@ -1,4 +1,4 @@
-"""Measures those arms of one part that have no line in the file of results yet.
+"""Measures those arms of one part that have too few lines in the file of results.
 
 `python -m benchmarks.gpu` starts this module as a process for each part.
 """
@@ -7,6 +7,7 @@ import argparse
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,25 +38,27 @@ def measure_part(
     folder: Path,
     commit: str | None = None,
     first_arm_died: bool = False,
+    repeats: int = 1,
 ) -> None:
     """Measure the arms of a part in their order, and write a line after each with its figures or its error.
 
     Args:
         part: One of `PARTS`.
         device: The device to measure on.
-        results: The file of results. Arms that have a line there are skipped.
+        results: The file of results. Arms that have enough lines there, or one with an error, are skipped.
         folder: Folder for the rows, pictures and configs that the arms read.
         commit: Commit of this code; by default the commit that git names.
-        first_arm_died: Whether an earlier process died while it measured the first arm without a line. This arm then
-            gets a line with an error, and isn't measured.
+        first_arm_died: Whether an earlier process died while it measured the first missing arm. This arm then gets a
+            line with an error, and isn't measured.
+        repeats: How many lines each arm shall have. All arms are measured once before the first is measured again.
 
     Raises:
         RuntimeError: if an error has left the device unusable for this process. A new process can measure the arms
             that are left.
     """
     environment = describe_environment(device.type, num_processes=1, resumed=False)
-    finished_names = {line.arm for line in read_lines(results) if line.part == part}
-    missing_arms = [arm for arm in make_arms(part, device, folder) if arm.name not in finished_names]
+    lines = [line for line in read_lines(results) if line.part == part]
+    missing_arms = list_missing(make_arms(part, device, folder), lines, repeats)
 
     def write_line(arm: Arm, outcome: Outcome) -> None:
         line = Line(
@@ -86,6 +89,16 @@ def measure_part(
         logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, figures_or_error)
         if outcome.error is not None and device.type == "cuda":
             torch.cuda.synchronize()  # raises again if the device itself has failed
+
+
+def list_missing(arms: Sequence[Arm], lines: Sequence[Line], repeats: int) -> list[Arm]:
+    """The arms to measure until each has `repeats` lines, one round after the other. None is tried after an error."""
+    num_lines = Counter(line.arm for line in lines)
+    failed = {line.arm for line in lines if line.error is not None}
+    missing = []
+    for round_number in range(repeats):
+        missing += [arm for arm in arms if num_lines[arm.name] <= round_number and arm.name not in failed]
+    return missing
 
 
 def make_arms(part: str, device: torch.device, folder: Path) -> list[Arm]:
@@ -137,6 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--commit")
     parser.add_argument("--first_arm_died", action="store_true")
+    parser.add_argument("--repeats", type=int, default=1)
     return parser
 
 
@@ -151,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder=args.folder,
         commit=args.commit,
         first_arm_died=args.first_arm_died,
+        repeats=args.repeats,
     )
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import calculate_time_spent, counters, cumulative_time_spent_ns
 from transformers import TrainerCallback
 
 from benchmarks.gpu.definitions import PEAK_FLOPS, Work, model_flops
+from benchmarks.gpu.profile import StepProfile
 from benchmarks.gpu.results import Figures
 from benchmarks.gpu.stopwatch import Stopwatch
 from benchmarks.gpu.synchronisations import SynchronisationCounter
@@ -49,15 +51,21 @@ class Pass:
 
 
 class StepRecorder(TrainerCallback):
-    """Measures the steps of a trainer after its warm-up.
+    """Measures the steps of a trainer after its warm-up, and profiles one step more.
 
     Args:
         warmup: Number of steps of the warm-up.
+        steps: Number of steps up to the last that is measured. The trainer must take one more.
     """
 
-    def __init__(self, warmup: int) -> None:
+    def __init__(self, warmup: int, steps: int) -> None:
         self.warmup = warmup
+        self.steps = steps
         self.step = 0
+        # The number of graphs that torch had compiled by the end of each step.
+        self.num_graphs: list[int] = []
+        counters.clear()
+        cumulative_time_spent_ns.clear()
         self.passes: list[Pass] = []
         self.figures: Figures = {}
         self.synchronisation_counter = SynchronisationCounter()
@@ -72,6 +80,7 @@ class StepRecorder(TrainerCallback):
         """Count what waits for the GPU, in the last step of the warm-up: counting would slow a measured step."""
         if self.step == self.warmup - 1:
             self.synchronisation_counter.start()
+        self.begin_profile()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the count of what waits for the GPU, and record that the step has ended."""
@@ -79,10 +88,15 @@ class StepRecorder(TrainerCallback):
             self.synchronisations = self.synchronisation_counter.stop()
         self.end_step()
 
+    def begin_profile(self) -> None:
+        """Begin to profile, if this is the step after the measured ones. bare_loop.py calls this itself."""
+        if self.step == self.steps:
+            self.step_profile.start()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the figures, and end the training."""
         loss = state.log_history[-1]["train_loss"]
-        self.figures = {"loss": loss, **self.summary(), "synchronisations": self.synchronisations}
+        self.figures |= {"loss": loss, **self.summary(), "synchronisations": self.synchronisations}
         raise TrainingMeasured
 
     def watch(self, model: Any, device: torch.device) -> None:
@@ -90,15 +104,19 @@ class StepRecorder(TrainerCallback):
         self.model = model
         self.step_stopwatch = Stopwatch(device)
         self.layers_stopwatch = Stopwatch(device)
+        self.step_profile = StepProfile(device)
         decoder = base_model(model).model.language_model
         model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
         decoder.register_forward_pre_hook(self._enter_layers, with_kwargs=True)
-        decoder.norm.register_forward_pre_hook(self._leave_layers)
+        decoder.register_forward_hook(self._leave_layers)
         self.step_stopwatch.mark()
 
     def end_step(self) -> None:
         """Record that a step has ended. bare_loop.py, a loop without a trainer, calls this itself."""
+        if self.step == self.steps:
+            self.figures |= self.step_profile.stop()
         self.step += 1
+        self.num_graphs.append(counters["stats"]["unique_graphs"])
         self.step_stopwatch.mark()
 
     def _enter_model(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
@@ -129,20 +147,20 @@ class StepRecorder(TrainerCallback):
         self.layers_stopwatch.mark()
         inputs["inputs_embeds"].register_hook(self._mark_gradient)  # called when the gradient leaves the first layer
 
-    def _leave_layers(self, module: nn.Module, args: tuple[torch.Tensor]) -> None:
+    def _leave_layers(self, module: nn.Module, args: Any, output: Any) -> None:
         self.layers_stopwatch.mark()
-        args[0].register_hook(self._mark_gradient)  # called when the gradient enters the last layer
+        output.last_hidden_state.register_hook(self._mark_gradient)  # called when the gradient enters the decoder
 
     def _mark_gradient(self, gradient: torch.Tensor) -> None:
         self.layers_stopwatch.mark()
 
     def summary(self) -> Figures:
         """The figures of the measured steps, as definitions.py defines them. The peak of memory covers all steps."""
-        step_seconds = self.step_stopwatch.seconds()[self.warmup :]
+        step_seconds = self.step_stopwatch.seconds()[self.warmup : self.steps]
         seconds = sum(step_seconds)
         layers_seconds = self._layers_seconds()
 
-        passes = [forward_pass for forward_pass in self.passes if forward_pass.step >= self.warmup]
+        passes = [forward_pass for forward_pass in self.passes if self._is_measured(forward_pass)]
         lengths: list[int] = []
         num_images = 0
         num_supervised = 0
@@ -167,15 +185,22 @@ class StepRecorder(TrainerCallback):
             "tokens_per_step": work.num_tokens / len(step_seconds),
             "passes_per_step": len(passes) / len(step_seconds),
             "padding_share": 1 - work.num_tokens / num_computed_tokens,
-            "peak_memory_gib": peak_memory_gib(),
+            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,  # 0 on a CPU
+            "reserved_memory_gib": torch.cuda.max_memory_reserved() / 2**30,
+            "compile_seconds": calculate_time_spent()["total_wall_time"],
+            "graphs": self.num_graphs[-1],
+            "graphs_after_warmup": self.num_graphs[self.steps - 1] - self.num_graphs[self.warmup - 1],
         }
+
+    def _is_measured(self, forward_pass: Pass) -> bool:
+        return self.warmup <= forward_pass.step < self.steps
 
     def _layers_seconds(self) -> float:
         """The seconds that the measured passes spent in the decoder's layers, forward and backward."""
         intervals = self.layers_stopwatch.seconds()
         total = 0.0
         for number, forward_pass in enumerate(self.passes):
-            if forward_pass.step < self.warmup:
+            if not self._is_measured(forward_pass):
                 continue
             # A pass has four marks. The interval after the first mark is the forward time, and the interval after the
             # third mark is the backward time.
@@ -184,8 +209,3 @@ class StepRecorder(TrainerCallback):
             backward_seconds = intervals[first_mark + 2]
             total += forward_seconds + backward_seconds
         return total
-
-
-def peak_memory_gib() -> float:
-    """The most memory that tensors have taken on the device since the peak was last reset; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() / 2**30

@@ -1,6 +1,7 @@
 """Renders a file of results as Markdown: a table for each device and part, with a row for each arm."""
 
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from benchmarks.gpu.results import Figures, Line, read_lines
@@ -35,6 +36,11 @@ TRAINING_COLUMNS = [
     Column("loss", "loss", ".4f"),
     Column("% padding", "padding_share", ".0f", factor=100),
     Column("peak GiB", "peak_memory_gib", ".2f"),
+    Column("reserved GiB", "reserved_memory_gib", ".2f"),
+    Column("s of compiling", "compile_seconds", ".0f"),
+    Column("graphs", "graphs", ".0f"),
+    Column("graphs after the warm-up", "graphs_after_warmup", ".0f"),
+    Column("% of a step with a kernel", "busy_share", ".0f", factor=100),
 ]
 # The columns of each part's table.
 COLUMNS = {
@@ -114,19 +120,23 @@ def render_part(part: str, lines: list[Line], fastest_product: float | None) -> 
         alignment += ["---:", "---"]
     rows = [header, alignment]
 
-    figures_by_arm: dict[str, Figures] = {}
+    lines_by_arm: dict[str, list[Line]] = {}
+    figures_by_arm: dict[str, list[Figures]] = {}
     for line in lines:
+        lines_by_arm.setdefault(line.arm, []).append(line)
         if line.figures is not None:
-            figures_by_arm[line.arm] = add_shares_of_product(line.figures, fastest_product)
+            figures = add_shares_of_product(line.figures, fastest_product)
+            figures_by_arm.setdefault(line.arm, []).append(figures)
 
-    for line in lines:
-        if line.error is not None:
-            rows.append([line.arm, render_error(line.error)])  # Markdown leaves the other cells empty
+    for arm, arm_lines in lines_by_arm.items():
+        error = arm_lines[-1].error
+        if error is not None:
+            rows.append([arm, render_error(error)])  # Markdown leaves the other cells empty
             continue
-        cells = [render_cell(figures_by_arm[line.arm], column) for column in columns]
+        cells = [render_cell(figures_by_arm[arm], column) for column in columns]
         if comparison is not None:
-            cells += render_comparison(line, figures_by_arm, comparison.figure)
-        rows.append([line.arm, *cells])
+            cells += render_comparison(arm_lines[-1], figures_by_arm, comparison.figure)
+        rows.append([arm, *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -150,19 +160,26 @@ def render_error(error: str) -> str:
     return first_line[:150].replace("|", "/")
 
 
-def render_cell(figures: Figures, column: Column) -> str:
-    """An arm's figure in a column as text; empty if the arm lacks this figure."""
-    if column.figure not in figures:
+def render_cell(repeats: list[Figures], column: Column) -> str:
+    """An arm's figure in a column as text, the median of its repeats with the smallest and the largest.
+
+    Empty if the arm lacks this figure.
+    """
+    values = [figures[column.figure] * column.factor for figures in repeats if column.figure in figures]
+    if not values:
         return ""
-    return format(figures[column.figure] * column.factor, column.number_format)
+    text = format(median(values), column.number_format)
+    if len(values) == 1:
+        return text
+    return f"{text} ({min(values):{column.number_format}} to {max(values):{column.number_format}})"
 
 
-def render_comparison(line: Line, figures_by_arm: dict[str, Figures], figure: str) -> list[str]:
-    """Two cells: the ratio of an arm's figure to the other arm's figure, and the other arm's name.
+def render_comparison(line: Line, figures_by_arm: dict[str, list[Figures]], figure: str) -> list[str]:
+    """Two cells: the ratio of an arm's figure to the other arm's, medians of repeats, and the other arm's name.
 
     Args:
         line: The arm's line. Its `beside` names the other arm.
-        figures_by_arm: The figures of all arms, by the arm's name.
+        figures_by_arm: The figures of all arms' repeats, by the arm's name.
         figure: The name of the compared figure.
 
     Returns:
@@ -171,5 +188,5 @@ def render_comparison(line: Line, figures_by_arm: dict[str, Figures], figure: st
     other_arm = line.beside
     if other_arm is None or other_arm not in figures_by_arm:
         return ["", ""]
-    ratio = figures_by_arm[line.arm][figure] / figures_by_arm[other_arm][figure]
-    return [f"{ratio:.2f}", other_arm]
+    value, other_value = (median(figures[figure] for figures in figures_by_arm[arm]) for arm in (line.arm, other_arm))
+    return [f"{value / other_value:.2f}", other_arm]

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Training:
     stage: Literal["align", "instruct", "adapt"]
     """Stage 1, stage 2 with all weights, or stage 2 with LoRA."""
     steps: int
-    """Number of all steps, those of the warm-up included."""
+    """Number of steps, those of the warm-up included. Another one is profiled."""
     warmup: int
     """Number of steps at the beginning that are not measured."""
     packed_length: int | None = None
@@ -84,7 +85,7 @@ class Training:
     workers: bool = False
     """Whether the data loader has workers. `Workplace.num_workers` is their number."""
     compiled: bool = False
-    """Whether our command compiles the decoder's layers. The bare loop always does."""
+    """Whether layers are compiled: by our command, or for TRL's trainer by accelerate. The bare loop always does."""
     cudnn: bool = True
     """Whether sdpa may use cuDNN, as torch does by default on these GPUs."""
     optimizer: str = "adamw_torch_fused"
@@ -107,9 +108,9 @@ def measure_training(training: Training, workplace: Workplace) -> Figures:
     """Train, and return the recorder's figures."""
     clean_up()
     if training.trainer == "bare":
-        recorder: StepRecorder = BareLoop(training.warmup, workplace.compile_backend)
+        recorder: StepRecorder = BareLoop(training.warmup, training.steps, workplace.compile_backend)
     else:
-        recorder = StepRecorder(training.warmup)
+        recorder = StepRecorder(training.warmup, training.steps)
 
     # Our command makes its own trainer, so the recorder becomes a default callback of all trainers.
     transformers.trainer.DEFAULT_CALLBACKS.append(recorder)
@@ -139,7 +140,7 @@ def common_fields(training: Training, workplace: Workplace) -> dict[str, Any]:
     on_gpu = workplace.device.type == "cuda"
     return {
         "output_dir": str(workplace.folder / "run"),
-        "max_steps": training.steps,
+        "max_steps": training.steps + 1,
         "learning_rate": 1e-5,
         "max_grad_norm": 1.0,
         "lr_scheduler_type": "constant",
@@ -239,8 +240,11 @@ def train_trl(training: Training, workplace: Workplace) -> None:
         processor.chat_template = PLAIN_TEMPLATE
 
     rows = json.loads((workplace.folder / ROW_FILES[training.stage]).read_text(encoding="utf-8"))
+    fields = common_fields(training, workplace)
+    if training.compiled:
+        fields |= {"torch_compile": True, "torch_compile_backend": workplace.compile_backend}
     args = SFTConfig(
-        **common_fields(training, workplace),
+        **fields,
         max_length=None,
         remove_unused_columns=False,
         assistant_only_loss=True,
@@ -248,11 +252,28 @@ def train_trl(training: Training, workplace: Workplace) -> None:
         gradient_accumulation_steps=workplace.rows_per_step // workplace.rows_per_pass,
         train_sampling_strategy="sequential",  # `trl_dataset` has put the rows in order
     )
-    trainer = SFTTrainer(
-        model,
-        args,
-        train_dataset=trl_dataset(rows, workplace.folder, args.seed),
-        processing_class=processor,
-        peft_config=lora,
-    )
+    with compiling_by_layer():
+        trainer = SFTTrainer(
+            model,
+            args,
+            train_dataset=trl_dataset(rows, workplace.folder, args.seed),
+            processing_class=processor,
+            peft_config=lora,
+        )
     trainer.train()
+
+
+@contextmanager
+def compiling_by_layer() -> Iterator[None]:
+    """Within the block, a trainer that compiles is told to compile each layer by itself, for rows of any length.
+
+    Otherwise accelerate would compile the model as a whole. `accelerate launch` sets these variables by its options
+    `--dynamo_use_regional_compilation` and `--dynamo_use_dynamic`.
+    """
+    names = ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "ACCELERATE_DYNAMO_USE_DYNAMIC")
+    os.environ.update(dict.fromkeys(names, "true"))
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]

@@ -16,6 +16,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import attention, large, norm, part, small
 from benchmarks.gpu.definitions import Work, model_flops
 from benchmarks.gpu.models import large_config, small_config
+from benchmarks.gpu.profile import length_of_union
 from benchmarks.gpu.results import Arm, Line, append_line, read_lines
 from benchmarks.gpu.synchronisations import SynchronisationCounter
 from benchmarks.gpu.table import render
@@ -141,11 +142,20 @@ def test_the_gradient_of_gwc_is_exact_in_float64() -> None:
     assert norm.float64_gradient_error() < 1e-14  # float64 rounds by up to 1e-16
 
 
-@pytest.mark.parametrize("kind", ["varlen", "sdpa, masked"])
-def test_the_measured_attention_and_its_gradients_are_right(kind: str) -> None:
-    figures = attention.measure_case(kind, cudnn=False, lengths=[3, 9, 2], repeats=1, device=CPU)
+@pytest.mark.parametrize(("kind", "window"), [("varlen", None), ("sdpa, masked", None), ("varlen", 4), ("varlen", 20)])
+def test_the_measured_attention_and_its_gradients_are_right(kind: str, window: int | None) -> None:
+    figures = attention.measure_case(kind, cudnn=False, lengths=[3, 9, 2], repeats=1, device=CPU, window=window)
     for name in ("output", "query", "key", "value"):
         assert figures[f"{name}_relative_error"] < 0.01  # bfloat16 rounds by up to 0.004
+
+
+def test_attention_with_larger_errors_than_bfloat16s_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_samples = attention.make_attention
+    monkeypatch.setattr(
+        attention, "make_attention", lambda kind, lengths, device, window: whole_samples(kind, lengths, device)
+    )
+    with pytest.raises(ValueError, match=r"relative error of the output is .*, above 0\.01"):
+        attention.measure_case("varlen", cudnn=False, lengths=[3, 9, 2], repeats=1, device=CPU, window=4)
 
 
 def test_trainers_are_compared_on_the_same_tokens(tmp_path: Path) -> None:
@@ -157,7 +167,9 @@ def test_trainers_are_compared_on_the_same_tokens(tmp_path: Path) -> None:
     for figures in (trl, padded, packed):
         assert figures["tokens_per_step"] == padded["tokens_per_step"]
         assert 0 < figures["layers_seconds_per_step"] < figures["seconds_per_step"]
-        assert len(figures["steps"]) == 2  # three steps, of which the first is the warm-up
+        assert len(figures["steps"]) == 2  # of four: the first is the warm-up, and the last is profiled
+        assert 0 < len(figures["kernels"]) <= 20
+        assert figures["graphs"] == 0
 
     assert padded["padding_share"] > 0
     assert trl["padding_share"] == padded["padding_share"]
@@ -227,7 +239,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path, cut_off: str) -> No
 
 def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The process would need more than half a second only to import torch.
-    args = argparse.Namespace(cpu=True, results=tmp_path / "results.jsonl", commit=None)
+    args = argparse.Namespace(cpu=True, results=tmp_path / "results.jsonl", commit=None, repeats=1)
     assert command.run_part("large", args, seconds=0.5, first_arm_died=False) is None
     assert capsys.readouterr().out == "large was ended after 0.5 s\n"
     assert read_lines(args.results) == []
@@ -269,7 +281,10 @@ def test_the_table_compares_an_arm_with_the_arm_that_its_line_names(tmp_path: Pa
     # The columns are tokens/s, seconds a step, four shares in percent, loss, padding, memory, and the comparison. The
     # second and the fourth share are those of the fastest product, 8e14 FLOP/s: 4e14 is 50%, and 6e14 is 75%. The
     # comparison is 1500 tokens/s over 1000.
-    assert "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 50.0 | 75.0 | 2.0000 | 0 | 20.00 | 1.50 | TRL |" in table
+    assert (
+        "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 50.0 | 75.0 | 2.0000 | 0 | 20.00 |  |  |  |  |  | 1.50 | TRL |"
+        in table
+    )
     assert "| compiled | ValueError: refused |" in table
     assert "| died without a message |  |" in table
 
@@ -288,8 +303,45 @@ def test_compiled_layers_warm_up_longer_and_are_measured_as_long(
         uncompiled = arms[arm.compared_with].settings
         assert compiled["warmup"] >= 3  # the third step compiles a second graph
         assert compiled["steps"] - compiled["warmup"] == uncompiled["steps"] - uncompiled["warmup"]
-        # There are enough rows for all steps.
-        assert len(rows) >= compiled["steps"] * compiled["rows_per_step"]
+        # There are enough rows for all steps, and for the step that is profiled.
+        assert len(rows) >= (compiled["steps"] + 1) * compiled["rows_per_step"]
+
+
+def test_repeats_are_measured_in_turns_and_their_median_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([3.0, 10.0, 1.0, 20.0, 2.0, 30.0])
+
+    def run() -> dict[str, Any]:
+        return {"microseconds": next(times)}
+
+    def fail() -> dict[str, Any]:
+        raise ValueError("no such kernel")
+
+    arms = [Arm("a", run), Arm("fails", fail), Arm("b", run, compared_with="a")]
+    monkeypatch.setattr(part, "make_arms", lambda *_: arms)
+    results = tmp_path / "results.jsonl"
+    part.measure_part("norm", CPU, results, tmp_path, commit="abc")
+    part.measure_part("norm", CPU, results, tmp_path, commit="abc", repeats=3)
+    assert [line.arm for line in read_lines(results)] == ["a", "fails", "b", "a", "b", "a", "b"]
+
+    table = render(results)
+    assert "| a | 2.0 (1.0 to 3.0) |" in table
+    assert "| b | 20.0 (10.0 to 30.0) |  |  | 10.00 | a |" in table
+
+
+def test_kernels_that_run_at_the_same_time_count_once() -> None:
+    assert length_of_union([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (6.0, 6.5)]) == 5.0
+
+
+def test_trl_compiles_each_layer_by_itself(tmp_path: Path) -> None:
+    """As TRL's users can have it by accelerate's regional compilation."""
+    arms = {arm.name: arm for arm in small.arms(CPU, tmp_path)}
+    compiled = arms["stage 1: TRL, compiled layers"].measure()
+    eager = arms["stage 1: TRL, workers, no cuDNN, no checkpointing"].measure()
+    assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-4)
+    assert compiled["graphs"] > 0
+    assert compiled["compile_seconds"] > 0
 
 
 def test_every_part_has_a_limit() -> None:

@@ -17,9 +17,8 @@ second time doesn't count, and neither does padding. Model FLOPs are the sum of 
 A layer of the encoder counts only if the model uses its output, then for every patch and for the CLS token. The
 language model's head counts for supervised tokens only.
 
-**Shares** are model FLOPs over the FLOPs that the device could have done in the same time. There are two shares. One
-takes the device's peak, 989 TFLOP/s for an H100 and an H200 in bfloat16. The other takes the speed of the fastest
-matrix product that was measured on the same device.
+**Shares** are model FLOPs over the FLOPs of an H100's or H200's peak in the same time, 989 TFLOP/s in bfloat16. What
+a matrix product reaches of it is measured by the part "ceilings".
 
 **The layers' time** is the time from the input of the decoder's first layer to the decoder's output, and in the
 backward pass from this output to that input. It includes masks, rotary embeddings, the last norm, and what gradient

@@ -30,9 +30,7 @@ TRAINING_COLUMNS = [
     Column("tokens/s", "tokens_per_second", ",.0f"),
     Column("s a step", "seconds_per_step", ".3f"),
     Column("% of 989 TFLOP/s", "share_of_peak", ".1f", factor=100),
-    Column("% of the best matrix product", "share_of_product", ".1f", factor=100),
     Column("layers: % of 989 TFLOP/s", "layers_share_of_peak", ".1f", factor=100),
-    Column("layers: % of the best matrix product", "layers_share_of_product", ".1f", factor=100),
     Column("loss", "loss", ".4f"),
     Column("% padding", "padding_share", ".0f", factor=100),
     Column("peak GiB", "peak_memory_gib", ".2f"),
@@ -89,29 +87,18 @@ def render(path: Path) -> str:
     tables = []
     for device in devices:
         device_lines = [line for line in lines if line.device == device]
-        fastest_product = find_fastest_product(device_lines)
         parts = dict.fromkeys(line.part for line in device_lines)
         for part in parts:
             part_lines = [line for line in device_lines if line.part == part]
-            table = render_part(part, part_lines, fastest_product)
+            table = render_part(part, part_lines)
             tables.append(f"{part}, {device}\n\n{table}")
     return "\n".join(tables)
 
 
-def find_fastest_product(lines: list[Line]) -> float | None:
-    """The FLOP/s of the fastest measured matrix product; `None` if no product was measured."""
-    teraflops = []
-    for line in lines:
-        if line.figures is not None and "best_tflops" in line.figures:
-            teraflops.append(line.figures["best_tflops"])
-    if not teraflops:
-        return None
-    return max(teraflops) * 1e12
-
-
-def render_part(part: str, lines: list[Line], fastest_product: float | None) -> str:
-    """The table of a part. `fastest_product` is in FLOP/s."""
-    columns = COLUMNS[part]
+def render_part(part: str, lines: list[Line]) -> str:
+    """The table of a part, with the columns for which an arm has a figure."""
+    measured = {name for line in lines for name in line.figures or {}}
+    columns = [column for column in COLUMNS[part] if column.figure in measured]
     comparison = COMPARISONS.get(part)
     header = ["", *[column.heading for column in columns]]
     alignment = ["---"] + len(columns) * ["---:"]
@@ -125,8 +112,7 @@ def render_part(part: str, lines: list[Line], fastest_product: float | None) -> 
     for line in lines:
         lines_by_arm.setdefault(line.arm, []).append(line)
         if line.figures is not None:
-            figures = add_shares_of_product(line.figures, fastest_product)
-            figures_by_arm.setdefault(line.arm, []).append(figures)
+            figures_by_arm.setdefault(line.arm, []).append(line.figures)
 
     for arm, arm_lines in lines_by_arm.items():
         error = arm_lines[-1].error
@@ -138,20 +124,6 @@ def render_part(part: str, lines: list[Line], fastest_product: float | None) -> 
             cells += render_comparison(arm_lines[-1], figures_by_arm, comparison.figure)
         rows.append([arm, *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def add_shares_of_product(figures: Figures, fastest_product: float | None) -> Figures:
-    """The figures with a training's shares of the fastest matrix product added.
-
-    Figures of other arms, and all figures if no product was measured, are returned as they are.
-    """
-    is_training = "model_flops_per_second" in figures
-    if fastest_product is None or not is_training:
-        return figures
-    return figures | {
-        "share_of_product": figures["model_flops_per_second"] / fastest_product,
-        "layers_share_of_product": figures["layers_flops_per_second"] / fastest_product,
-    }
 
 
 def render_error(error: str) -> str:

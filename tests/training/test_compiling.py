@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, changed_weights, load_weights, read_metrics, run
 from training.folders.run import Run
-from training.modules.compiling import compile_modules
+from training.modules.compiling import compile_modules, compiled_modules
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,41 @@ def test_rows_of_any_length_share_graphs(
     # transformers makes a mask only for batches with padding, so batches with padding have a graph of their own.
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vision", ["siglip", "clip", "dinov2"])
+def test_the_encoder_and_the_projector_are_compiled_in_one_graph_each(
+    make_model_folder: Callable[..., Path], vision: str, backend: str
+) -> None:
+    """With the norm and its own gradient, in float64."""
+    model = load_model(make_model_folder(vision=vision)).double()
+    size = model.config.vision_config.image_size
+
+    def features_and_gradients(num_images: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(num_images)
+        pixel_values = torch.randn(num_images, 3, size, size, generator=generator, dtype=torch.float64)
+        features = torch.stack(model.get_image_features(pixel_values, return_dict=True).pooler_output)
+        model.zero_grad()
+        features.pow(3).sum().backward()
+        return [features, *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
+
+    expected_results = [features_and_gradients(num_images) for num_images in (2, 5)]
+    compile_modules(compiled_modules(model), backend=backend)
+    results = [features_and_gradients(num_images) for num_images in (2, 5)]
+    for tensors, expected_tensors in zip(results, expected_results, strict=True):
+        for tensor, expected in zip(tensors, expected_tensors, strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+def test_inductor_alone_is_told_to_make_one_graph_for_a_norms_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = []
+    monkeypatch.setattr(torch, "compile", lambda forward, options_of=options.append, **kwargs: options_of(kwargs))
+    for backend in ("inductor", "aot_eager"):
+        compile_modules([torch.nn.Identity()], backend)
+    assert [given["options"] for given in options] == [{"triton.mix_order_reduction_non_strict_mode": True}, None]
 
 
 def test_hooks_on_layers_are_always_called_and_hooks_inside_layers_only_in_eval_mode(

@@ -12,7 +12,6 @@ import torch
 import torch._inductor.config
 from torch import nn
 from transformers import LlavaForConditionalGeneration
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from normllava.parts import find_decoder
 
@@ -36,19 +35,25 @@ def _read_encoder_layers(model: LlavaForConditionalGeneration) -> list[nn.Module
     # An encoder has one list of layers, whose name depends on the encoder.
     layers = next(list(module) for module in encoder.modules() if isinstance(module, nn.ModuleList))
 
-    # transformers collects the outputs of layers by hooks on them, and attention weights, which nothing reads here, by
-    # hooks inside of them, where they would break a layer's graph in two.
-    maybe_install_capturing_hooks(encoder)
     for layer in layers:
-        for module in layer.modules():
-            if module is not layer:
-                module._forward_hooks.clear()
+        layer.register_forward_pre_hook(_take_off_inner_hooks)
 
     # An index of `hidden_states`: the embeddings, and then each layer's output.
     read_layers = model.config.vision_feature_layer
     if isinstance(read_layers, int):
         read_layers = [read_layers]
     return layers[: max(layer % (len(layers) + 1) for layer in read_layers)]
+
+
+def _take_off_inner_hooks(layer: nn.Module, args: Any) -> None:
+    """Remove the hooks inside of an encoder layer.
+
+    In its first pass, transformers gives an encoder hooks that collect the outputs of layers, and also attention
+    weights, which nothing reads in training. The latter are inside of layers, and would break a layer's graph in two.
+    """
+    for module in layer.modules():
+        if module is not layer:
+            module._forward_hooks.clear()
 
 
 def compile_modules(modules: Iterable[nn.Module], backend: str) -> None:

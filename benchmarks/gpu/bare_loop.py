@@ -1,4 +1,4 @@
-"""A loop of plain PyTorch with compiled layers, on the model and the batches of our trainer.
+"""A loop of plain PyTorch on the model and the batches of our trainer, which compiles the same modules.
 
 All batches are on the device before the loop begins, and the loop does nothing but train. So the loop's speed is an
 upper bound of our trainer's speed.
@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.bare_step import take_step, to_device
 from benchmarks.gpu.recorder import StepRecorder, TrainingMeasured
+from training.modules.compiling import compile_modules, compiled_modules
 from training.modules.stages import base_model
 
 
@@ -26,8 +27,7 @@ class BareLoop(StepRecorder):
     ) -> None:
         """Train by the loop, keep the figures, and end the training."""
         base = base_model(model)  # the model inside a `PeftModel`
-        for layer in base.model.language_model.layers:
-            layer.forward = torch.compile(layer.forward, dynamic=True, backend=self.compile_backend)
+        compile_modules(compiled_modules(base), self.compile_backend)
 
         passes_per_step = args.gradient_accumulation_steps
         num_batches = passes_per_step * args.max_steps

@@ -96,6 +96,8 @@ class NormLlavaTrainer(SFTTrainer):
 
         self._finite_watch = FiniteWatch(self.args.device)
         self._measurements = StepMeasurements(self.args.device)
+        attention = find_decoder(self._unwrapped()).config._attn_implementation
+        self._reads_no_mask = self.data_collator.packed and attention == "varlen"
 
         # Autocast would keep a copy of every trained weight in bfloat16 until the forward pass ends, though a pass
         # reads each weight once.
@@ -337,8 +339,7 @@ class NormLlavaTrainer(SFTTrainer):
         model_inputs = dict(inputs)
         positions = model_inputs.pop(POSITIONS)
         images = model_inputs.pop(IMAGE_POSITIONS)
-        reads_no_mask = self.data_collator.packed and find_decoder(unwrapped).config._attn_implementation == "varlen"
-        mask = unread_mask(self.args.device) if reads_no_mask else None
+        mask = unread_mask(self.args.device) if self._reads_no_mask else None
         with images_at_positions(unwrapped, images, mask), head_at_positions(unwrapped, positions):
             return model(**model_inputs, use_cache=False, fused_lm_head=True)
 

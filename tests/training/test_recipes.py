@@ -115,6 +115,13 @@ def test_rates_and_batches_are_the_papers() -> None:
         assert schedule == ("cosine", 0.03, 0.0, 42)
 
 
+def test_stage_1_of_a_scaled_projector_says_what_the_papers_rate_does_to_it() -> None:
+    scaled = replace(QWEN25_7B, command=["--projector_norm", "none", "--scale_projector"])
+    assert "1.3 times at 5e-5" in recipe_fields(scaled, Stage.ALIGN)
+    assert "5e-5" not in recipe_fields(scaled, Stage.INSTRUCT)
+    assert "5e-5" not in recipe_fields(QWEN25_7B, Stage.ALIGN)
+
+
 def test_a_recipe_says_if_the_paper_has_no_model_of_its_size() -> None:
     text = " ".join(size_lines(4_000_000_000))
     assert "This one has 4 billion:" in text

@@ -1,4 +1,4 @@
-"""Draws two figures of the results of docs/trial.md, from the records in trial.jsonl.
+"""Draws two figures of the first study in docs/findings.md, from the records in trial.jsonl.
 
     python -m examples.emoji.gains
 

@@ -220,7 +220,7 @@ def _find_turn_problem(turn: Any, control_tokens: re.Pattern[str] | None) -> str
     if match:
         return (
             f"contains {match[0]}, which this model's tokenizer reads as a control token. Write it otherwise, "
-            "or with a token of your own that isn't special: docs/data.md says how"
+            "or with a token of your own that isn't special: docs/rows.md says how"
         )
     return None
 

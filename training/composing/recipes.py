@@ -103,8 +103,8 @@ seed: 42
 """
 NORM_RATE = "norm_learning_rate: 1.0e-5       # 2e-4 would move the norm's gain by over 1% a step\n"
 SCALED_RATE = """\
-# The paper's rate, at which a scaled projector leaves the text's norm: in front of SmolLM2-135M it had 34 times as much
-# after 60 steps, and 1.3 times at 5e-5 (docs/own_trainer.md). Which trains better isn't known; watch norm ratio.
+# The paper's rate, at which a scaled projector leaves the text's norm: in front of SmolLM2-135M its embeddings had
+# 34 times as much after 60 steps, and 1.3 times at 5e-5 (docs/own_trainer.md). Which is better isn't known.
 """
 WHOLE_PICTURES = "max_tiles: 1                     # whole pictures: a caption says nothing of a corner\n"
 

@@ -28,7 +28,7 @@ from trl.trainer.utils import add_fused_lm_head
 from normllava.errors import UserError
 from normllava.parts import find_decoder
 from training.folders.loading import load_config, prepare_model
-from training.loop.positions import head_at_positions, images_at_positions
+from training.loop.positions import head_at_positions
 from training.modules.stages import base_model
 from training.modules.stand_ins import EightBitAdam, pack_layers
 from training.options.arguments import RunArguments, TrainingConfig
@@ -298,24 +298,27 @@ def compute_loss(trained_model: Any, batch: Batch) -> torch.Tensor:
     """The loss of a pass over a made-up batch.
 
     All image tokens of the batch come first, then all text tokens, of which the last are supervised. The order doesn't
-    matter, since only shapes are used.
+    matter, since only shapes are used. Image features and text embeddings are joined here, because the model would
+    look for image tokens among the values of `input_ids`, which fake tensors don't have.
     """
     model = base_model(trained_model)
     num_tokens = batch.samples * batch.tokens
     num_supervised = batch.samples * batch.supervised
     num_rows = 1 if batch.is_packed else batch.samples
-    num_tiles = batch.samples * batch.tiles
 
     vision = model.config.vision_config
-    pixel_values = torch.empty(num_tiles, vision.num_channels, vision.image_size, vision.image_size)
-    input_ids = torch.zeros(num_rows, num_tokens // num_rows, dtype=torch.long)
-    images = torch.arange(num_tiles * model.config.image_seq_length)
-    image_places = (images // input_ids.shape[1], images % input_ids.shape[1])
+    pixel_values = torch.empty(batch.samples * batch.tiles, vision.num_channels, vision.image_size, vision.image_size)
+    features_by_tile = model.model.get_image_features(pixel_values).pooler_output
+    features = torch.cat(list(features_by_tile))  # [num_image_tokens, hidden_size]
+    text_ids = torch.zeros(num_tokens - len(features), dtype=torch.long)
+    text = model.get_input_embeddings()(text_ids)  # [num_text_tokens, hidden_size]
+    embeddings = torch.cat([features.to(text.dtype), text])  # [num_tokens, hidden_size]
+    embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)  # [num_rows, row_length, hidden_size]
+
     labels = torch.zeros(1, num_supervised, dtype=torch.long)
     positions = torch.arange(num_tokens - num_supervised, num_tokens)
-    inputs = {"input_ids": input_ids, "pixel_values": pixel_values, "shift_labels": labels}
-    with images_at_positions(model, image_places), head_at_positions(model, positions):
-        output = trained_model(**inputs, fused_lm_head=True, use_cache=False)
+    with head_at_positions(model, positions):
+        output = trained_model(inputs_embeds=embeddings, shift_labels=labels, fused_lm_head=True, use_cache=False)
     return -output.log_probs.sum() / num_supervised
 
 

@@ -1,7 +1,7 @@
 """A loop of plain PyTorch on the model and the batches of our trainer, which compiles the same modules.
 
-All batches are on the device before the loop begins, and the loop does nothing but train. So the loop's speed is an
-upper bound of our trainer's speed.
+All batches are on the device before the loop begins, and the loop does nothing but train. Llava looks for the image
+tokens itself, as it does without our trainer.
 """
 
 from itertools import islice
@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.bare_step import take_step, to_device
 from benchmarks.gpu.recorder import StepRecorder, TrainingMeasured
+from training.modules.attention import unread_mask
 from training.modules.compiling import compile_modules, compiled_modules
 from training.modules.stages import base_model
 
@@ -32,6 +33,9 @@ class BareLoop(StepRecorder):
         passes_per_step = args.gradient_accumulation_steps
         num_batches = passes_per_step * args.max_steps
         batches = [to_device(batch, args.device) for batch in islice(train_dataloader, num_batches)]
+        for batch in batches:
+            if "cu_seq_lens_q" in batch:
+                batch["attention_mask"] = unread_mask(args.device)  # as our trainer gives it
 
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=0.0, fused=True)

@@ -43,28 +43,27 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
 
     # Each tuple has the name of an arm, its training, and the name of the arm that it is compared with. What is least
     # known comes first.
-    no_checkpointing = {"checkpointing": False}
     named_trainings = [
         ("LoRA: TRL, padded", trl, None),
         ("LoRA: TRL, padded, compiled layers", trl_compiled, "LoRA: TRL, padded"),
         ("LoRA: packed, varlen, compiled", compiled, "LoRA: TRL, padded, compiled layers"),
         (
             "LoRA: TRL, padded, compiled layers, no checkpointing",
-            replace(trl_compiled, **no_checkpointing),
+            replace(trl_compiled, checkpointing=False),
             "LoRA: TRL, padded, compiled layers",
         ),
         (
             "LoRA: packed, varlen, compiled, no checkpointing",
-            replace(compiled, **no_checkpointing),
+            replace(compiled, checkpointing=False),
             "LoRA: TRL, padded, compiled layers, no checkpointing",
         ),
-        ("LoRA: TRL, padded, no checkpointing", replace(trl, **no_checkpointing), "LoRA: TRL, padded"),
+        ("LoRA: TRL, padded, no checkpointing", replace(trl, checkpointing=False), "LoRA: TRL, padded"),
         ("LoRA: packed, varlen", varlen, "LoRA: TRL, padded"),
         ("LoRA: ours, padded", padded, "LoRA: TRL, padded"),
         ("LoRA: ours, padded, compiled", padded_compiled, "LoRA: TRL, padded, compiled layers"),
         (
             "stage 1: packed, varlen, compiled, no checkpointing",
-            replace(compiled, stage="align", **no_checkpointing),
+            replace(compiled, stage="align", checkpointing=False),
             "stage 1: packed, varlen, compiled",
         ),
         ("stage 1: packed, varlen, compiled", replace(compiled, stage="align"), "stage 1: packed, varlen"),

@@ -45,7 +45,8 @@ def measure_part(
     Args:
         part: One of `PARTS`.
         device: The device to measure on.
-        results: The file of results. Arms that have enough lines there, or one with an error, are skipped.
+        results: The file of results. Arms that have enough lines of this commit there, or one with an error, are
+            skipped.
         folder: Folder for the rows, pictures and configs that the arms read.
         commit: Commit of this code; by default the commit that git names.
         first_arm_died: Whether an earlier process died while it measured the first missing arm. This arm then gets a
@@ -57,7 +58,9 @@ def measure_part(
             that are left.
     """
     environment = describe_environment(device.type, num_processes=1, resumed=False)
-    lines = [line for line in read_lines(results) if line.part == part]
+    # Lines of other code say nothing of this one's.
+    commit = commit or environment.commit
+    lines = [line for line in read_lines(results) if line.part == part and line.commit == commit]
     missing_arms = list_missing(make_arms(part, device, folder), lines, repeats)
 
     def write_line(arm: Arm, outcome: Outcome) -> None:
@@ -65,7 +68,7 @@ def measure_part(
             part=part,
             arm=arm.name,
             device=environment.device,
-            commit=commit or environment.commit,
+            commit=commit,
             packages=environment.packages,
             settings=arm.settings,
             beside=arm.compared_with,  # the file of results keeps this name

@@ -96,7 +96,7 @@ def render(path: Path) -> str:
 
 
 def render_part(part: str, lines: list[Line]) -> str:
-    """The table of a part, with the columns for which an arm has a figure."""
+    """The table of a part, with the columns for which an arm has a figure. Each arm's lines are of its last commit."""
     measured = {name for line in lines for name in line.figures or {}}
     columns = [column for column in COLUMNS[part] if column.figure in measured]
     comparison = COMPARISONS.get(part)
@@ -109,7 +109,10 @@ def render_part(part: str, lines: list[Line]) -> str:
 
     lines_by_arm: dict[str, list[Line]] = {}
     figures_by_arm: dict[str, list[Figures]] = {}
+    newest_commits = {line.arm: line.commit for line in lines}
     for line in lines:
+        if line.commit != newest_commits[line.arm]:
+            continue
         lines_by_arm.setdefault(line.arm, []).append(line)
         if line.figures is not None:
             figures_by_arm.setdefault(line.arm, []).append(line.figures)

@@ -138,7 +138,8 @@ def clean_up() -> None:
 def common_fields(training: Training, workplace: Workplace) -> dict[str, Any]:
     """The fields of the config that TRL's trainer and ours have in common."""
     on_gpu = workplace.device.type == "cuda"
-    return {
+    fields = {"tf32": False} if on_gpu else {}  # TRL would turn it on for this and all later arms where it compiles
+    return fields | {
         "output_dir": str(workplace.folder / "run"),
         "max_steps": training.steps + 1,
         "learning_rate": 1e-5,

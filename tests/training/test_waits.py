@@ -9,7 +9,7 @@ import pytest
 import torch
 import trl.trainer.utils
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
+from transformers import TrainerCallback, masking_utils
 from typing_extensions import override
 
 from modeling_normllava import NormLlavaForConditionalGeneration
@@ -108,6 +108,8 @@ def test_a_step_that_is_not_logged_does_not_wait(
     on_host(NormLlavaTrainer, "_prepare_inputs")
     on_host(StepMeasurements, "count_tokens")
     on_host(attention, "attend_by_sample")
+    if "padded" in kind:  # a batch in which nothing is padded has no mask, and its positions are searched for samples
+        on_host(masking_utils, "find_packed_sequence_indices")
     # As on a GPU, where TRL looks for the supervised positions.
     monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)
     monkeypatch.setattr(trainer_module, "ConsoleTable", lambda: steps)
@@ -116,7 +118,7 @@ def test_a_step_that_is_not_logged_does_not_wait(
     fields |= {"model_name_or_path": model_folder(kind, make_model_folder), "logging_steps": 1000}
     try:
         run(tmp_path, **fields, optim="adamw_torch_fused")
-    except AssertionError:
+    except BaseException:
         mode.__exit__(None, None, None)
         raise
     assert steps.num_steps > 1
@@ -156,6 +158,6 @@ def test_image_features_of_another_number_than_the_positions_are_refused(
     positions = trainer_module.image_positions(input_ids, model.config.image_token_id)
     with (
         trainer_module.images_at_positions(model, positions),
-        pytest.raises(RuntimeError, match="shape mismatch"),
+        pytest.raises(ValueError, match="The batch has 9 image tokens and 4 image features"),
     ):
         model(input_ids=input_ids, pixel_values=torch.zeros(1, 3, size, size))

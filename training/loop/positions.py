@@ -50,6 +50,9 @@ def images_at_positions(
         model: The model, without wrappers.
         positions: What [`image_positions`] returns for the batch.
         mask: An attention mask for the decoder, in place of that of the batch.
+
+    Raises:
+        ValueError: in the forward pass, if there are not as many image features as positions.
     """
 
     def embed(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -57,6 +60,8 @@ def images_at_positions(
         embeddings = module.get_input_embeddings()(kwargs.pop("input_ids"))
         outputs = module.get_image_features(kwargs.pop("pixel_values"), return_dict=True)
         features = torch.cat(tuple(outputs.pooler_output)).to(embeddings)  # [num_image_tokens, hidden_size]
+        if len(features) != len(positions[0]):
+            raise ValueError(f"The batch has {len(positions[0])} image tokens and {len(features)} image features.")
         kwargs["inputs_embeds"] = embeddings.index_put(positions, features)
         if mask is not None:
             kwargs["attention_mask"] = mask

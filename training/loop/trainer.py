@@ -166,8 +166,9 @@ class NormLlavaTrainer(SFTTrainer):
         # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)
 
-        # Listed before FSDP wraps the layers.
-        modules = compiled_modules(self._unwrapped())
+        modules = (
+            compiled_modules(self._unwrapped()) if self.args.torch_compile else []
+        )  # before FSDP wraps the layers
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.args.torch_compile:
             compile_modules(modules, self.args.torch_compile_backend)
@@ -284,12 +285,17 @@ class NormLlavaTrainer(SFTTrainer):
         inputs[POSITIONS] = positions  # [num_supervised]
         inputs["shift_labels"] = next_tokens[None]  # [1, num_supervised]
         inputs[IMAGE_POSITIONS] = image_positions(inputs["input_ids"], self._unwrapped().config.image_token_id)
+        # Without a mask sdpa has faster kernels, which is worth the wait when transformers then looks for packed rows.
+        if "attention_mask" in inputs and bool(inputs["attention_mask"].all()):
+            del inputs["attention_mask"]
         return super()._prepare_inputs(inputs)
 
     @override
     def _prepare_input(self, data: Any) -> Any:
         """Copy tensors to the device. Trainer would wait for each copy."""
         if isinstance(data, torch.Tensor):
+            if self.args.device.type == "cuda":
+                data = data.pin_memory()  # the loader hasn't pinned positions, and CUDA waits for what isn't pinned
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 

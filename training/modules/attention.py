@@ -21,8 +21,7 @@ from normllava.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# GPUs with less shared memory than those of data centres, such as an RTX 3090, a 4090 and a 5090, by their compute
-# capability.
+# The compute capabilities of GPUs with less shared memory: RTX 3090, 4090 and 5090, A10, L40S.
 SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
@@ -248,8 +247,8 @@ def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
     """Warn that sdpa computes attention because the kernel can't. Through `cache`, each warning comes only once."""
     logger.warning(
         'Attention "varlen": the GPU\'s kernel takes bfloat16 and float16, head dimensions of up to 256 that are '
-        "multiples of 8, and no dropout. With %s, head dimension %d and dropout %g, sdpa computes one sample after "
-        "the other, which is slower.",
+        "multiples of 8 (on some GPUs not those above 192), and no dropout. With %s, head dimension %d and dropout "
+        "%g, sdpa computes one sample after the other, which is slower.",
         dtype,
         head_dim,
         dropout,

@@ -17,7 +17,8 @@ from normllava.parts import find_decoder
 
 
 # For a norm's gradients inductor would compile another graph for batches with less than twice as many tokens as the
-# hidden states are wide, in the middle of training. With this option one graph serves all. Not every version has it.
+# hidden states are wide, in the middle of training. With this option one graph serves all, and small batches get the
+# fused kernel too, which inductor holds to be slower for them. Not every version has it.
 ONE_GRAPH = "triton.mix_order_reduction_non_strict_mode"
 
 
@@ -46,14 +47,15 @@ def _read_encoder_layers(model: LlavaForConditionalGeneration) -> list[nn.Module
 
 
 def _take_off_inner_hooks(layer: nn.Module, args: Any) -> None:
-    """Remove the hooks inside of an encoder layer.
+    """Remove transformers' hooks inside of an encoder layer.
 
     In its first pass, transformers gives an encoder hooks that collect the outputs of layers, and also attention
     weights, which nothing reads in training. The latter are inside of layers, and would break a layer's graph in two.
     """
     for module in layer.modules():
-        if module is not layer:
-            module._forward_hooks.clear()
+        for key, hook in list(module._forward_hooks.items()):
+            if module is not layer and hook.__qualname__.endswith("output_capturing_hook"):
+                del module._forward_hooks[key]
 
 
 def compile_modules(modules: Iterable[nn.Module], backend: str) -> None:

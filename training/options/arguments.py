@@ -128,7 +128,7 @@ class TrainingConfig(SFTConfig):
         "Compute activations again in the backward pass, which saves memory. Default: on a GPU only if memory is too "
         "small without, which the rehearsal measures; true on a CPU and for streams. A resumed run keeps its own.",
     )
-    torch_compile: bool = option(False, "Compile each layer of the decoder; see docs/train.md for what it refuses.")
+    torch_compile: bool = option(False, "Compile each layer and the projector; see docs/gpus.md for what it refuses.")
     bf16: bool | None = option(
         None, "Compute in bfloat16. Default: true on a GPU and on a CPU fast at it; a resumed run keeps its own."
     )

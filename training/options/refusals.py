@@ -304,11 +304,11 @@ def check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_compiling(args: TrainingConfig) -> None:
-    """Only the decoder's layers are compiled, not the whole model, and only by a backend that has been tried."""
+    """Layers are compiled one by one, not the whole model, and only by a backend that has been tried."""
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise UserError(
             "The launcher would compile the whole model: launch with --dynamo_backend no, and give "
-            "torch_compile: true, which compiles the decoder's layers."
+            "torch_compile: true, which compiles layer by layer."
         )
     if args.torch_compile_backend not in (None, "inductor", "aot_eager"):
         raise UserError(

@@ -8,7 +8,7 @@ The first command measures. The second prints the tables of a file of results. T
 tiny shapes.
 
 An arm is one configuration, such as a trainer with its options, and a part is a list of arms. The parts run one after
-the other, the most important first. Each part has a process of its own, which is killed when the part's time is over.
+the other, what is least known first. Each part has a process of its own, which is killed when the part's time is over.
 
 After each arm, a line is added to the file of results. Arms that have a line in this file are skipped, so a command
 that was cut off goes on when it is given again. With `--repeats 3`, arms are measured, in turns, until each has three

@@ -28,6 +28,7 @@ NOT_RUN = (
     "# needs the Hub",
     "# needs a GPU",
     "# needs the extra gguf",
+    "# needs a model of yours",
     "# takes an hour",
     "# after make emoji",
     "# two terminals",

@@ -166,11 +166,10 @@ class NormLlavaTrainer(SFTTrainer):
         # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)
 
-        modules = (
-            compiled_modules(self._unwrapped()) if self.args.torch_compile else []
-        )  # before FSDP wraps the layers
+        # Listed before FSDP's activation checkpointing wraps the layers, to be compiled inside the wrappers.
+        modules = compiled_modules(self._unwrapped()) if self.args.torch_compile else []
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self.args.torch_compile:
+        if modules:
             compile_modules(modules, self.args.torch_compile_backend)
 
         # From here on, FSDP2 replaces no parameters.

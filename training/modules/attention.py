@@ -3,6 +3,7 @@
 With "sdpa" or "eager", attention computes all sequence_length x sequence_length products of a packed row, and a mask
 then hides those between tokens of different samples. "varlen" computes attention only within each sample. On a GPU it
 uses torch's kernel for samples of different lengths. Elsewhere it calls sdpa for one sample after the other.
+Padded rows get sdpa's attention, with a mask that is made without waiting for the GPU.
 """
 
 import logging

@@ -189,6 +189,13 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert (tmp_path / "examples" / "digits" / "norms.png").exists()  # a picture outside docs/ that a page shows
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_wrapped_line_begins_no_list(page: Path) -> None:
+    """Markdown takes a line that begins with "3. " for a list. Pages have no numbered lists."""
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^\s*\d+\. .*", text, re.MULTILINE) == []
+
+
 def test_commands_take_the_options_that_pages_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A parser may refuse a command whose output folder exists. In an empty folder no such folder exists.
     monkeypatch.chdir(tmp_path)

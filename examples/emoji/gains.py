@@ -1,10 +1,9 @@
-"""Draws two figures of the first study in docs/findings.md, from the records in trial.jsonl.
+"""Draws README's figure, the result of the first study in docs/findings.md, from the records in trial.jsonl.
 
     python -m examples.emoji.gains
 
-An arm is one way to make and train the model. The models were asked to name drawings. gains.png, the first figure of
-README, shows how many more names are right in each arm than in its controls, which are plain Llavas. trial.png shows
-how many names are right when the trained models are tested with image embeddings of other norms.
+An arm is one way to make and train the model. The models were asked to name drawings. gains.png shows how many more
+names are right in each arm than in its controls, which are plain Llavas.
 
 In the arms' names, T is the mean norm of text embeddings, and GWC (global weight compensation) is the kind of
 LayerNorm that the paper (The Unseen Bias) puts behind the projector. "No norm" says that there is no such LayerNorm.
@@ -19,14 +18,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from normllava.diagnostics.plots import FAINT, INK, MODEL_STYLES, WIDTH, draw_curve, save_figure, styled
+from normllava.diagnostics.plots import FAINT, INK, MODEL_STYLES, save_figure, styled
 
 
 RECORDS = Path(__file__).with_name("trial.jsonl")
 GAINS = Path(__file__).with_name("gains.png")
-NORMS = Path(__file__).with_name("trial.png")
-# The factors by which each model's image embeddings were multiplied for the test.
-SCALES = (0.03, 0.1, 0.3, 1, 3, 10, 30)
 CONTROL = "no norm"  # the arm of the controls, as the records name it
 # The other arms: their names in the records, and their titles on the figures. "Started at T" means that the projector
 # was scaled once.
@@ -34,13 +30,6 @@ ARMS = {
     "started at T, no norm": "scaled once, no norm",
     "GWC at T": "LayerNorm at T",
     "GWC at 30 T": "LayerNorm, held at 30 T",
-}
-# Each arm's line style. The colour is the same on both figures.
-STYLES = {
-    CONTROL: MODEL_STYLES[0],
-    "started at T, no norm": MODEL_STYLES[1],
-    "GWC at T": MODEL_STYLES[2],
-    "GWC at 30 T": MODEL_STYLES[3],
 }
 
 
@@ -71,11 +60,10 @@ def read_runs(path: Path = RECORDS) -> pd.DataFrame:
     """Read the records of the runs whose models were asked to name Twemoji's drawings.
 
     Returns:
-        One row for each run. `score` (in the records: `names`) is the percentage of right names. `norm` (in the
-        records: `length`) is the norm of image embeddings after training, divided by T.
+        One row for each run. `score` (in the records: `names`) is the percentage of right names.
     """
     records = pd.read_json(path, lines=True)
-    runs = records.rename(columns={"names": "score", "length": "norm"})
+    runs = records.rename(columns={"names": "score"})
     return runs.dropna(subset="score")  # other runs only searched for a learning rate
 
 
@@ -93,7 +81,7 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
     axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
 
     for height, (arm, title) in enumerate(ARMS.items()):
-        colour = STYLES[arm]["color"]
+        colour = MODEL_STYLES[height + 1]["color"]
         gains = differences(runs, arm, CONTROL, ["seed", "processor"])
         mean, low, high = t_interval(gains)
 
@@ -113,46 +101,15 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
     return figure
 
 
-@styled
-def draw_norms(runs: pd.DataFrame) -> Figure:
-    """Draw a curve for each arm: right names in percent, over the norm of image embeddings divided by T.
-
-    A curve is the mean over seeds, with a 95% t interval. A dotted vertical line of the same colour stands at the norm
-    that image embeddings had after training. The models were tested at this norm times each of `SCALES`.
-    """
-    figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
-    titles = {CONTROL: "no norm", **ARMS}
-    # For each scale, the records have a column with the percentage of right names.
-    columns = [f"names, x {scale}" for scale in SCALES]
-
-    for arm, title in titles.items():
-        style = STYLES[arm]
-        arm_runs = runs[runs["arm"] == arm]
-        trained_norm = arm_runs["norm"].mean()
-        by_seed = arm_runs.groupby("seed")[columns].mean()  # a seed that ran on two processors counts once
-        intervals = [t_interval(by_seed[column]) for column in columns]
-
-        curve = pd.DataFrame(intervals, columns=["mean", "low", "high"])
-        curve["norm"] = [scale * trained_norm for scale in SCALES]
-        draw_curve(axis, curve, "norm", label=title, **style)
-        axis.axvline(trained_norm, color=style["color"], linewidth=0.6, linestyle=":", zorder=0)
-
-    axis.set(xlabel="norm of image embeddings when tested, over text's", ylabel="right names, %", xscale="log")
-    figure.legend(loc="outside upper center", ncols=4, handlelength=3)
-    return figure
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command's options: none but `--help`."""
     return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw both figures."""
+    """Draw the figure."""
     build_parser().parse_args(argv)
-    runs = read_runs()
-    save_figure(draw_gains(runs), GAINS)
-    save_figure(draw_norms(runs), NORMS)
+    save_figure(draw_gains(read_runs()), GAINS)
 
 
 if __name__ == "__main__":

@@ -63,14 +63,13 @@ class Baseline(NamedTuple):
 
     Attributes:
         records: The record of each picture, with keys and values.
-        layer_1_norms: What [`measure_layer_1`] returns for each picture. Layer 1 is the decoder's first layer, whose
-            number in the rows is 0.
+        first_layer_norms: What [`measure_first_layer`] returns for each picture.
         image_norm: Mean norm of the image tokens that enter the decoder.
         text_norm: Mean norm of the text tokens that enter the decoder.
     """
 
     records: list[Record]
-    layer_1_norms: list[dict[str, float]]
+    first_layer_norms: list[dict[str, float]]
     image_norm: float
     text_norm: float
 
@@ -79,8 +78,8 @@ class Baseline(NamedTuple):
 def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
     """Rows of a model at each dose, with the columns of [`~.table`] and two more, `dose` and `control`.
 
-    Norms in rows of [`layer_1_rows`] are multiples of the mean norm of the text tokens that enter the decoder. Rows of
-    the measure `norm` have absolute norms.
+    Norms in rows of [`first_layer_rows`] are multiples of the mean norm of the text tokens that enter the decoder.
+    Rows of the measure `norm` have absolute norms.
 
     Raises:
         DiagnosticsError: if there are fewer than three pictures, if the model is in training mode, or if its answers
@@ -100,7 +99,7 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     for dose in doses:
         # `measure_turning` takes a single dose, because its records are large: they are freed when it returns.
         tables.append(measure_turning(model, processor, questions, baseline, dose, name))
-    tables.append(layer_1_rows(model, baseline))
+    tables.append(first_layer_rows(model, baseline))
 
     columns = [*COLUMNS, "dose", "control"]
     rows = pd.concat(tables, ignore_index=True)[columns]
@@ -142,16 +141,16 @@ def record_baseline(model: PreTrainedModel, processor: Any, questions: Sequence[
     """Record what the decoder does with each picture if nothing is multiplied, and the norms in the first layer."""
     layers = spread_layers(len(find_decoder(model).layers))
     records = []
-    layer_1_norms = []
+    first_layer_norms = []
     for question in tqdm(questions, desc=f"{name}: x 1", unit="picture"):
         record, states_by_place = record_with_states(model, processor, question, layers)
         records.append(record)
-        layer_1_norms.append(measure_layer_1(states_by_place, record.tokens.image))
+        first_layer_norms.append(measure_first_layer(states_by_place, record.tokens.image))
 
     # The norms at index 0 are those of the tokens that enter the decoder's first layer.
     image_norms = mean_by_sample([record.layer_norms[0, record.tokens.image] for record in records])
     text_norms = mean_by_sample([record.layer_norms[0, record.tokens.text] for record in records])
-    return Baseline(records, layer_1_norms, float(image_norms.mean()), float(text_norms.mean()))
+    return Baseline(records, first_layer_norms, float(image_norms.mean()), float(text_norms.mean()))
 
 
 def record_with_states(
@@ -168,7 +167,7 @@ def record_with_states(
     return record, states_by_place
 
 
-def measure_layer_1(states_by_place: dict[str, torch.Tensor], is_image_token: torch.Tensor) -> dict[str, float]:
+def measure_first_layer(states_by_place: dict[str, torch.Tensor], is_image_token: torch.Tensor) -> dict[str, float]:
     """Mean norms over a sample's image tokens in the decoder's first layer, by the measure's name in `sweep.csv`.
 
     - `length`: norm of the image tokens that enter the layer
@@ -196,20 +195,20 @@ def mean_norm(states: torch.Tensor) -> float:
     return token_norms(states).mean().item()
 
 
-def layer_1_rows(model: PreTrainedModel, baseline: Baseline) -> pd.DataFrame:
-    """Rows of the norms in layer 1 and of the measure `eps`, as multiples of the norm of text tokens.
+def first_layer_rows(model: PreTrainedModel, baseline: Baseline) -> pd.DataFrame:
+    """Rows of the norms in the first layer and of the measure `eps`, as multiples of the norm of text tokens.
 
     `eps` is the norm of a token whose mean square is as large as the eps of the decoder's RMSNorm.
     """
     config = model.config.get_text_config()
     eps = getattr(config, "rms_norm_eps", 0)  # 0 for a decoder without RMSNorm
     eps_norm = (config.hidden_size * eps) ** 0.5
-    num_pictures = len(baseline.layer_1_norms)
+    num_pictures = len(baseline.first_layer_norms)
 
     tables = []
-    measures = baseline.layer_1_norms[0].keys()  # the same for all pictures
+    measures = baseline.first_layer_norms[0].keys()  # the same for all pictures
     for measure in measures:
-        norms = np.array([norms_of_picture[measure] for norms_of_picture in baseline.layer_1_norms])
+        norms = np.array([norms_of_picture[measure] for norms_of_picture in baseline.first_layer_norms])
         tables.append(make_rows(measure, norms / baseline.text_norm))
     eps_norms = np.full(num_pictures, eps_norm)
     tables.append(make_rows("eps", eps_norms / baseline.text_norm))
@@ -410,11 +409,7 @@ def measure_turning(
         record.values.clear()
         records.append(record)
 
-    by_layer = measure_layers(records)
-    # Like the norms of `layer_1_rows`, turning in layer 1 is also a measure of its own, without a number in `layer`.
-    is_turning_in_layer_1 = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
-    turning_in_layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
     # If no attention was recorded, `measure_attention` returns `None`, which `pd.concat` passes over.
-    tables = [by_layer, turning_in_layer_1, measure_attention(records)]
+    tables = [measure_layers(records), measure_attention(records)]
     rows = pd.concat(tables).assign(dose=dose, control=OWN_PICTURE)
     return pd.concat([rows, tabulate_measured(drifts)])

@@ -16,8 +16,8 @@ from normllava.diagnostics.table import Estimate, Summary
 # these two doses: about a third of the norm, and three times the norm.
 SMALLER = 0.3
 LARGER = 3.0
-# At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters. RMSNorm then gives a token
-# less than the usual norm.
+# At the smallest dose, tokens may be so small that the eps in the first layer's RMSNorm matters. RMSNorm then gives a
+# token less than the usual norm.
 SMALLEST = min(DOSES)
 # The report mentions the eps if RMSNorm gives a token less than this share of the usual norm.
 KEPT_BY_EPS = 0.9
@@ -51,14 +51,14 @@ class Change(StrEnum):
 class Advice(StrEnum):
     """What to do with this model."""
 
-    TRY_ANOTHER_NORM = "train the model at its best norm, and compare"
+    TRY_ANOTHER_NORM = "multiply the projector's last layer by the best dose, and ask other questions"
     LEAVE = "leave the norm as it is"
     LEAVE_OR_ASK_MORE = "leave the norm as it is, or ask about more pictures"
     GIVE_ANSWERS = "give rows with answers"
 
 
 class Place(StrEnum):
-    """How the norm of image tokens compares with the norms of what attention and the MLP of layer 1 add to them."""
+    """How the norm of image tokens compares with the norms of what the first layer's attention and MLP add to them."""
 
     BELOW_ATTENTION = "below what attention adds, so they are mixed mostly from that"
     ABOVE_BOTH = "above what both add, so the first layer leaves them mostly as they came"
@@ -80,13 +80,13 @@ class Verdict:
         num_scored: Number of pictures that have a score. If the score is right answers, these are the pictures whose
             question has several answers in the data, from which the model can choose.
         image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
-        attention_norm: Norm of what layer 1's attention adds to image tokens, over the norm of text tokens; `None` if
-            this can't be told apart from what the MLP adds.
-        mlp_norm: Norm of what layer 1's MLP adds to image tokens, over the norm of text tokens; `None` if
+        attention_norm: Norm of what the first layer's attention adds to image tokens, over the norm of text tokens;
+            `None` if this can't be told apart from what the MLP adds.
+        mlp_norm: Norm of what the first layer's MLP adds to image tokens, over the norm of text tokens; `None` if
             `attention_norm` is `None`.
         place: How `image_norm` compares with `attention_norm` and `mlp_norm`; `None` if these are `None`.
-        kept_by_eps: Norm that layer 1's RMSNorm gives image tokens at `SMALLEST`, as a share of the usual norm; `None`
-            if the share is at least `KEPT_BY_EPS`.
+        kept_by_eps: Norm that the first layer's RMSNorm gives image tokens at `SMALLEST`, as a share of the usual
+            norm; `None` if the share is at least `KEPT_BY_EPS`.
     """
 
     advice: Advice
@@ -289,7 +289,7 @@ def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None
 
 
 def share_kept_by_eps(image_norm: float, eps_norm: float) -> float | None:
-    """The norm that layer 1's RMSNorm gives a token at the smallest dose, as a share of the usual norm.
+    """The norm that the first layer's RMSNorm gives a token at the smallest dose, as a share of the usual norm.
 
     RMSNorm divides a token by √(mean square + eps). So a token of norm n comes out with n / √(n² + e²) of the usual
     norm, where e is the norm of a token whose mean square is eps.

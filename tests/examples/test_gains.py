@@ -1,4 +1,4 @@
-"""The gains of the arms in trial.jsonl, compared with a count in plain Python, and the two figures of the arms."""
+"""The gains of the arms in trial.jsonl, compared with a count in plain Python, and their figure."""
 
 import json
 
@@ -11,10 +11,8 @@ from examples.emoji.gains import (
     ARMS,
     CONTROL,
     RECORDS,
-    SCALES,
     differences,
     draw_gains,
-    draw_norms,
     read_runs,
     t_interval,
 )
@@ -91,23 +89,3 @@ def test_the_figure_shows_each_gain_with_its_interval() -> None:
         expected_mean, low, high = t_interval(pd.Series(counted_gains(arm)))
         assert x_values(interval) == pytest.approx([low, high])
         assert x_values(mean) == pytest.approx([expected_mean])
-
-
-def test_a_curve_has_right_names_over_the_norm() -> None:
-    """One point of one curve is checked. At scale 1, image embeddings have the norm that they have after training."""
-    runs = read_runs()
-    (axis,) = draw_norms(runs).axes
-    curves = {}
-    for line in axis.lines:
-        label = str(line.get_label())
-        if not label.startswith("_"):  # matplotlib labels the other lines "_child0" and so on
-            curves[label] = line
-    assert list(curves) == ["no norm", *ARMS.values()]
-
-    arm_runs = runs[runs["arm"] == "GWC at T"]
-    norms, scores = curves["LayerNorm at T"].get_data()
-    index = SCALES.index(1)
-    assert norms[index] == pytest.approx(arm_runs["norm"].mean())
-    # The score is a mean over seeds, so a seed that ran on two processors counts once.
-    score_by_seed = arm_runs.groupby("seed")["names, x 1"].mean()
-    assert scores[index] == pytest.approx(score_by_seed.mean())

@@ -215,7 +215,7 @@ def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, pr
 
 
 @torch.no_grad()
-def test_what_layer_1_adds_is_what_its_attention_and_its_mlp_return(
+def test_what_the_first_layer_adds_is_what_its_attention_and_its_mlp_return(
     model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
     """The sweep measures both updates from the layer's hidden states, and not from what the modules return."""

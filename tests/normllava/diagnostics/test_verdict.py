@@ -46,7 +46,7 @@ def sweep_rows(
             answer changes by the same number with the opposite sign.
         answers: "several" if the model can choose from the different answers of several rows, "one" if all rows have
             the same answer, so that only its loss is measured, and "no" if rows have no answers.
-        updates_are_known: Whether what layer 1's attention adds is told apart from what its MLP adds.
+        updates_are_known: Whether what the first layer's attention adds is told apart from what its MLP adds.
     """
     rows = []
     for dose, change in {1.0: ZERO, **changes}.items():
@@ -238,8 +238,9 @@ def test_two_doses_that_do_the_same_are_told_together() -> None:
 def test_a_dose_that_helps_is_told_with_a_warning() -> None:
     _, advice = sweep_lines({0.3: -CLEAR, 3.0: UNCLEAR, 10.0: CLEAR})
     assert advice == (
-        "What to do: train the model at × 10 and compare; it gives clearly more right answers there, 80%. "
-        "Of 3 norms tried, one can look better by chance."
+        "What to do: multiply weight and bias of the projector's last layer (of its norm, if it ends with one) by 10, "
+        "and ask other questions: the model gives clearly more right answers there, 80%, and of 3 norms tried one can "
+        "look better by chance."
     )
 
 
@@ -256,7 +257,7 @@ def test_without_a_choice_of_answers_the_loss_is_told() -> None:
     assert answers == (
         "Loss of the right answer: 2 as it is; 2.3 at × 0.3, clearly worse; 1.7 at × 3, clearly better."
     )
-    assert "train the model at × 3 and compare; it has a clearly smaller loss there, 1.7." in advice
+    assert "by 3, and ask other questions: the model has a clearly smaller loss there, 1.7, and of 2" in advice
 
 
 def test_without_answers_the_share_of_changed_answers_is_told() -> None:

@@ -58,10 +58,9 @@ def describe_system_error(error: OSError) -> str:
     if error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
 
-    text = str(error).strip()
-    if not text:
-        return type(error).__name__
-    return text.splitlines()[0]
+    # In one line. A message about a gated model says in a later line which model it is, and what to do.
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
 
 
 def new_folder(path: str) -> Path:

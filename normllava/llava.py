@@ -48,6 +48,9 @@ def add_norm(
     config = NormLlavaConfig.from_dict(fields, attn_implementation=model.config._attn_implementation)
 
     parts = model.model
+    # transformers would initialize the Llava's parts anew, unless `from_pretrained` has marked them.
+    for module in model.modules():
+        module._is_hf_initialized = True
     with_norm = NormLlavaForConditionalGeneration(config, parts.vision_tower, parts.language_model, model.lm_head)
     with_norm.model.multi_modal_projector.linear_1 = parts.multi_modal_projector.linear_1
     with_norm.model.multi_modal_projector.linear_2 = parts.multi_modal_projector.linear_2

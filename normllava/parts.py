@@ -51,13 +51,15 @@ def complete_processor(processor: Any, model: Any) -> None:
     _, num_additional = vision_tokens(encoder, processor.image_processor)
     processor.patch_size = encoder.config.patch_size
     processor.num_additional_image_tokens = num_additional
-    processor.vision_feature_select_strategy = model.config.vision_feature_select_strategy
+    # ViP-LLaVA always leaves out the CLS token, and its config doesn't say so.
+    processor.vision_feature_select_strategy = getattr(model.config, "vision_feature_select_strategy", "default")
 
 
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
     """The number of patches of a picture or tile, and of the tokens that the encoder adds, such as a CLS token."""
     picture = Image.new("RGB", (64, 48))  # any size would do
     pixel_values = image_processor(picture, return_tensors="pt")["pixel_values"]
+    pixel_values = pixel_values.flatten(0, -4)  # LLaVA-NeXT's tiles have an axis of their own
     with torch.no_grad():
         outputs = vision_model(pixel_values.to(vision_model.device, vision_model.dtype))
     num_tokens = outputs.last_hidden_state.shape[1]  # [num_tiles, num_tokens, hidden_size]

@@ -124,7 +124,8 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
         inputs: The model's inputs, as [`classify`] takes them.
     """
     attention_mask = inputs.get("attention_mask")
-    if attention_mask is not None:  # 0 at padding and at blank pictures
+    # 0 at padding and at blank pictures. A mask in another form, such as 4-D, doesn't say which tokens are padding.
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         return attention_mask.bool()
 
     position_ids = inputs.get("position_ids")

@@ -260,15 +260,35 @@ def _content_mask(array: pa.Array) -> np.ndarray:
 def undecoded_features(features: datasets.Features) -> datasets.Features:
     """The same features, with pictures, videos and sounds undecoded.
 
-    `image` and `images` become pictures, whatever their type was.
+    `image` and `images` become pictures, or lists of pictures.
+
+    Raises:
+        UserError: if `image` or `images` holds something that has no picture.
     """
     undecoded = {name: _undecode(feature) for name, feature in features.items()}
     picture = datasets.Image(decode=False)
     for column in PICTURE_COLUMNS:
         if column in features:
-            is_list = isinstance(features[column], (datasets.List, datasets.LargeList))
+            feature = features[column]
+            is_list = isinstance(feature, (datasets.List, datasets.LargeList))
+            _require_picture(column, feature.feature if is_list else feature)
             undecoded[column] = datasets.List(picture) if is_list else picture
     return datasets.Features(undecoded)
+
+
+def _require_picture(column: str, feature: Any) -> None:
+    """Refuse a type that the cast to pictures would turn into rows without pictures.
+
+    Raises:
+        UserError: for mappings with neither a path nor bytes, and for lists.
+    """
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        raise UserError(f"The column {column} holds lists of lists: give one list of pictures a row.")
+    if isinstance(feature, dict) and not {"path", "bytes"} & feature.keys():
+        raise UserError(
+            f"The column {column} holds mappings with {', '.join(feature)}: a picture is a path, or a mapping with "
+            "path or bytes."
+        )
 
 
 def _undecode(feature: Any) -> Any:

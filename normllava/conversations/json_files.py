@@ -81,7 +81,7 @@ def _parse_file(path: Path) -> Iterable[Any]:
 
     if text.lstrip().startswith("["):
         return _parse_list(path, text)
-    rows = _find_list(text)
+    rows = _find_list(path, text)
     if rows is not None:
         return rows
     return _parse_lines(path, text)
@@ -95,8 +95,12 @@ def _parse_list(path: Path, text: str) -> list[Any]:
         raise UserError(f"{path}: {error}.") from None
 
 
-def _find_list(text: str) -> list[Any] | None:
-    """The first list of rows in a text that is one JSON mapping; `None` if there is no such list."""
+def _find_list(path: Path, text: str) -> list[Any] | None:
+    """The list of rows in a text that is one JSON mapping; `None` if there is no such list.
+
+    Raises:
+        UserError: if there are several.
+    """
     try:
         content = json.loads(text)
     except ValueError:  # JSON lines of several rows, or a torn file, which `_parse_lines` reports
@@ -106,10 +110,13 @@ def _find_list(text: str) -> list[Any] | None:
     if _is_row(content):  # a file of JSON lines with a single row, whose list of turns is no list of rows
         return None
 
-    for value in content.values():
+    lists = {}
+    for name, value in content.items():
         if isinstance(value, list) and value and _is_row(value[0]):
-            return value
-    return None
+            lists[name] = value
+    if len(lists) > 1:
+        raise UserError(f"{path} has rows in {', '.join(lists)}: put each list into a file of its own.")
+    return next(iter(lists.values()), None)
 
 
 def _is_row(content: Any) -> bool:

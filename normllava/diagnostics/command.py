@@ -133,7 +133,7 @@ def add_what_folders_hold(
     model_reports = []
     # The last models may not be measured yet, and then have no report. `strict=False` leaves them out.
     for model_report, name, of_model in zip(comparison.report.models, models, answers, strict=False):
-        weights = weights_fingerprint(Path(name))  # `None` for a model on the Hub
+        weights = weights_fingerprint(Path(name))  # `None` for a model on the Hub and for an adapter
         model_reports.append(replace(model_report, weights=weights, answers=of_model))
     report = replace(comparison.report, models=model_reports)
     return replace(comparison, report=report)

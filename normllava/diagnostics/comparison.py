@@ -28,6 +28,10 @@ from normllava.files import write_whole
 from normllava.parts import DiagnosticsError, choose_layers, find_decoder
 
 
+# The fewest pictures of a sweep. Over fewer, intervals are so wide that they say nothing.
+MIN_PICTURES = 3
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What was measured of one or several models on the same questions.
@@ -202,12 +206,16 @@ def measure_models(
         command: Command that the report shows.
 
     Raises:
-        DiagnosticsError: if no question has the word, or if a model can't be measured. The message about a model
-            begins with the model's name.
+        DiagnosticsError: if no question has the word, if there are too few questions for a sweep, or if a model can't
+            be measured. The message about a model begins with the model's name.
     """
+    # What would fail later shall fail before the first model is loaded.
     if scope.attention_word is not None:
-        # Called only for the error that no question has the word, which shall come before the first model is loaded.
         questions_with_word(questions.questions, scope.attention_word)
+    if scope.sweep and len(questions.questions) < MIN_PICTURES:
+        raise DiagnosticsError(
+            f"A sweep compares pictures, and there are {len(questions.questions)}: give at least {MIN_PICTURES}."
+        )
 
     results: dict[str, ModelResults] = {}
     for name, model, processor in models:

@@ -25,7 +25,7 @@ from normllava.diagnostics.plots import draw_dynamics, save_figure
 from normllava.diagnostics.recording import record_questions
 from normllava.diagnostics.table import Summary
 from normllava.errors import UserError
-from normllava.files import weights_fingerprint, write_whole
+from normllava.files import fingerprint, hash_files, weights_fingerprint, write_whole
 
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,10 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
         raise UserError(f"{path} holds rows of other questions or another dtype: give the same, or move it away.")
 
     for step, name in sorted(models_by_step.items()):
-        weights = weights_fingerprint(Path(name))
+        folder = Path(name)
+        weights = weights_fingerprint(folder)
+        if weights is None and folder.is_dir():  # an adapter
+            weights = fingerprint(hash_files(folder, "adapter_*"))
         if weights is None:
             weights = name  # a model on the Hub has no fingerprint, so its name stands for its weights
 

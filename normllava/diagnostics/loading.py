@@ -42,39 +42,18 @@ class Question:
         source: Name of the question in messages: the file and the row, or the picture's file.
         fingerprint: Fingerprint of the content of the prompt's pictures, which doesn't depend on their paths.
         prompt: Chat messages up to the first answer, with their pictures in RGB.
-        image: The first picture of the prompt.
         answer: The first answer of the row that the question is from; empty if there is none.
     """
 
     source: str
     fingerprint: str
     prompt: list[Message]
-    image: Image.Image
     answer: str = ""
-
-    def prompt_about(self, image: Image.Image) -> list[Message]:
-        """The prompt with `image` in the place of each of its pictures."""
-        messages = []
-        for message in self.prompt:
-            content = _replace_pictures(message["content"], image)
-            messages.append({"role": message["role"], "content": content})
-        return messages
 
     @property
     def roles_and_texts(self) -> list[tuple[str, list[str]]]:
         """The role and the texts of each message of the prompt, without pictures."""
         return [(message["role"], _find_texts(message["content"])) for message in self.prompt]
-
-
-def _replace_pictures(content: list[dict[str, Any]], image: Image.Image) -> list[dict[str, Any]]:
-    """The content of a message, with `image` in the place of each of its pictures."""
-    replaced = []
-    for part in content:
-        if part["type"] == "image":
-            replaced.append({"type": "image", "image": image})
-        else:
-            replaced.append(part)
-    return replaced
 
 
 def _find_texts(content: list[dict[str, Any]]) -> list[str]:
@@ -333,7 +312,6 @@ def to_question(row: Row) -> Question | None:
         source=row["source"],
         fingerprint=fingerprint(images),
         prompt=prompt,
-        image=images[0],
         answer=answer,
     )
 
@@ -360,7 +338,6 @@ def questions_about(pictures: Iterable[Image.Image], question: str, num_samples:
             source=f"picture {number}",
             fingerprint=fingerprint([image]),
             prompt=[{"role": "user", "content": content}],
-            image=image,
         )
         taken.setdefault(question_about_image.fingerprint, question_about_image)
 

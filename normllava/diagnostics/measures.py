@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate.utils import align_module_device
-from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from normllava.diagnostics.probe import TINY, Record
@@ -187,36 +186,6 @@ def attention_shares(
         to_all = counted_weights.sum(dim=-1).clamp(min=TINY)  # [num_heads, num_queries]
         shares.append((to_image / to_all).mean().item())
     return shares
-
-
-def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
-    """How far the keys and values of a picture's image tokens have turned from those in `baseline`.
-
-    A sweep multiplies the image tokens that enter the decoder, and `baseline` is the picture's record without
-    multiplication. A turn is 1 minus the cosine of a key or value and the same key or value in `baseline`. The first
-    layer is left out, because the sweep changes only the norm of its input, not the direction.
-
-    Returns:
-        The mean turn over tokens, heads and layers, as `"keys, turned"` and `"values, turned"`. Keys or values that
-        were not recorded are missing.
-    """
-    # Both records keep the keys and values of the same positions.
-    is_image_token = baseline.tokens.image[baseline.key_positions]
-
-    turned = {}
-    for space in ("keys", "values"):
-        vectors_by_layer = getattr(record, space)
-        baseline_by_layer = getattr(baseline, space)
-        recorded_layers = vectors_by_layer.keys() & baseline_by_layer.keys()
-
-        cosines = []
-        for layer in recorded_layers - {0}:  # without the first layer
-            vectors = vectors_by_layer[layer][:, is_image_token]  # [num_heads, num_image_tokens, head_dim]
-            baseline_vectors = baseline_by_layer[layer][:, is_image_token]
-            cosines.append(cosine_similarity(vectors, baseline_vectors, dim=-1).mean().item())
-        if cosines:
-            turned[f"{space}, turned"] = 1 - sum(cosines) / len(cosines)
-    return turned
 
 
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:

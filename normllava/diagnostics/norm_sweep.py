@@ -7,33 +7,30 @@ Nothing else changes, so any change of the answers comes from the norm of the im
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from normllava.diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read_prompt
 from normllava.diagnostics.loading import Question
-from normllava.diagnostics.measures import mean_by_sample, measure_attention, measure_drift, measure_layers
-from normllava.diagnostics.probe import Record
 from normllava.diagnostics.recording import record_questions
-from normllava.diagnostics.scaling import BLANK_PICTURE, DOSES, OTHER_PICTURE, OWN_PICTURE, UNCHANGED_DOSE, scaled
+from normllava.diagnostics.scaling import DOSES, UNCHANGED_DOSE, scaled
 from normllava.diagnostics.table import COLUMNS, make_rows
 from normllava.hooks import InterfaceHooks
-from normllava.inputs import Message, prepare_inputs
+from normllava.inputs import eval_mode, prepare_inputs
 from normllava.norms import token_norms
-from normllava.parts import DiagnosticsError, find_decoder, image_token_id, spread_layers
+from normllava.parts import image_token_id
+from normllava.tokens import Tokens
 
 
 logger = logging.getLogger(__name__)
 
-# The fewest pictures of a sweep. Over fewer, intervals are so wide that they say nothing.
-MIN_PICTURES = 3
 # Length, in tokens, at which a greedy answer is cut off.
 MAX_NEW_TOKENS = 8
 # Scores of the answers to one question, by name of the measure.
@@ -48,76 +45,67 @@ class MeasuredValue(NamedTuple):
         measure: Name of the measure.
         value: The value.
         dose: The factor by which the image tokens were multiplied.
-        control: The picture that the model was shown: `OWN_PICTURE`, `BLANK_PICTURE` or `OTHER_PICTURE`.
     """
 
     picture: int
     measure: str
     value: float
     dose: float
-    control: str
 
 
-class Baseline(NamedTuple):
-    """What a sweep records of the model as it is, with image tokens that are not multiplied.
+class Entrance(NamedTuple):
+    """Mean norms over a picture's tokens in the decoder's first layer, of the model as it is.
 
     Attributes:
-        records: The record of each picture, with keys and values.
-        first_layer_norms: What [`measure_first_layer`] returns for each picture.
-        image_norm: Mean norm of the image tokens that enter the decoder.
-        text_norm: Mean norm of the text tokens that enter the decoder.
+        image: Norm of the image tokens that enter the layer.
+        text: Norm of the text tokens that enter the layer.
+        attention_update: Norm of what attention adds to image tokens; `None` if no norm module stands before the MLP,
+            where it can't be told apart from what the MLP adds.
+        mlp_update: Norm of what the MLP adds to image tokens; `None` as `attention_update` is.
     """
 
-    records: list[Record]
-    first_layer_norms: list[dict[str, float]]
-    image_norm: float
-    text_norm: float
+    image: float
+    text: float
+    attention_update: float | None
+    mlp_update: float | None
 
 
 @torch.no_grad()
 def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
-    """Rows of a model at each dose, with the columns of [`~.table`] and two more, `dose` and `control`.
+    """Rows of a model at each dose, with the columns of [`~.table`] and one more, `dose`.
 
-    Norms in rows of [`first_layer_rows`] are multiples of the mean norm of the text tokens that enter the decoder.
-    Rows of the measure `norm` have absolute norms.
+    The rows of [`entrance_rows`] are of dose 1.
 
     Raises:
-        DiagnosticsError: if there are fewer than three pictures, if the model is in training mode, or if its answers
-            can't be scored.
+        DiagnosticsError: if the model's answers can't be scored.
     """
-    check_sweep(model, questions)
+    with eval_mode(model):
+        started = time.perf_counter()
+        entrances = measure_entrances(model, processor, questions, name)
+        seconds = time.perf_counter() - started
 
-    started = time.perf_counter()
-    baseline = record_baseline(model, processor, questions, name)
-    seconds = time.perf_counter() - started
+        doses = choose_doses(entrances)
+        log_duration(name, len(questions), len(doses), seconds)
+        measured: list[MeasuredValue] = []
+        for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
+            measured += ask_question(model, processor, questions, number, doses)
 
-    # The last dose gives image tokens the norm of text tokens.
-    doses = [*DOSES, baseline.text_norm / baseline.image_norm]
-    log_duration(name, len(questions), len(doses), seconds)
-
-    tables = [ask_questions(model, processor, questions, doses, name)]
-    for dose in doses:
-        # `measure_turning` takes a single dose, because its records are large: they are freed when it returns.
-        tables.append(measure_turning(model, processor, questions, baseline, dose, name))
-    tables.append(first_layer_rows(model, baseline))
-
-    columns = [*COLUMNS, "dose", "control"]
-    rows = pd.concat(tables, ignore_index=True)[columns]
+    answers = pd.DataFrame(measured, columns=MeasuredValue._fields).assign(modality="", layer=pd.NA)
+    rows = pd.concat([answers, entrance_rows(model, entrances)], ignore_index=True)[[*COLUMNS, "dose"]]
     return rows.astype({"layer": "Int64", "picture": "Int64"})
 
 
-def check_sweep(model: PreTrainedModel, questions: Sequence[Question]) -> None:
-    """Check that a sweep of this model over these questions means something.
+def choose_doses(entrances: Sequence[Entrance]) -> list[float]:
+    """The doses of a sweep: `DOSES`, and last the dose that gives image tokens the norm of text tokens.
 
-    Raises:
-        DiagnosticsError: if there are fewer than three pictures, or if the model is in training mode.
+    The last is left out if it is within a tenth of another dose.
     """
-    if len(questions) < MIN_PICTURES:
-        raise DiagnosticsError(
-            f"A sweep compares pictures, and there are {len(questions)}: give at least {MIN_PICTURES}."
-        )
-    if model.training:
-        raise DiagnosticsError("The model is in training mode, where dropout changes its answers: call model.eval().")
+    image_norm = np.mean([entrance.image for entrance in entrances])
+    text_norm = np.mean([entrance.text for entrance in entrances])
+    dose_of_text = float(text_norm / image_norm)
+    if any(abs(dose_of_text / dose - 1) < 0.1 for dose in DOSES):
+        return list(DOSES)
+    return [*DOSES, dose_of_text]
 
 
 def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -> None:
@@ -129,65 +117,40 @@ def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -
         num_doses: Number of doses.
         seconds: Duration of one pass over all pictures.
     """
-    # At each dose the model reads the prompt four times: once for the record, and once with each of three pictures
-    # (the question's own, a white picture, another question's). The greedy answer takes about four more passes.
-    passes = 4 * num_doses + 4
+    # The model reads the prompt once at each dose. The greedy answer takes about four more passes.
+    passes = num_doses + 4
     # Scoring the answers adds about half of the time that these passes take.
     minutes = 1.5 * passes * seconds / 60
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, num_pictures, minutes)
 
 
-def record_baseline(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> Baseline:
-    """Record what the decoder does with each picture if nothing is multiplied, and the norms in the first layer."""
-    layers = spread_layers(len(find_decoder(model).layers))
-    records = []
-    first_layer_norms = []
-    for question in tqdm(questions, desc=f"{name}: x 1", unit="picture"):
-        record, states_by_place = record_with_states(model, processor, question, layers)
-        records.append(record)
-        first_layer_norms.append(measure_first_layer(states_by_place, record.tokens.image))
-
-    # The norms at index 0 are those of the tokens that enter the decoder's first layer.
-    image_norms = mean_by_sample([record.layer_norms[0, record.tokens.image] for record in records])
-    text_norms = mean_by_sample([record.layer_norms[0, record.tokens.text] for record in records])
-    return Baseline(records, first_layer_norms, float(image_norms.mean()), float(text_norms.mean()))
+def measure_entrances(
+    model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str
+) -> list[Entrance]:
+    """What enters the decoder's first layer for each question, and what the layer adds to it."""
+    entrances = []
+    for question in tqdm(questions, desc=f"{name}: first layer", unit="picture"):
+        states_by_place: dict[str, torch.Tensor] = {}
+        # The record tells image tokens from sinks, which don't count.
+        with InterfaceHooks(model, states_by_place.__setitem__):
+            (record,) = record_questions(model, processor, [question], layers=[], title="")
+        entrances.append(measure_entrance(states_by_place, record.tokens))
+    return entrances
 
 
-def record_with_states(
-    model: PreTrainedModel, processor: Any, question: Question, layers: Sequence[int]
-) -> tuple[Record, dict[str, torch.Tensor]]:
-    """The record of one question, and the hidden states at each place that [`InterfaceHooks`] names."""
-    states_by_place: dict[str, torch.Tensor] = {}
+def measure_entrance(states_by_place: dict[str, torch.Tensor], tokens: Tokens) -> Entrance:
+    """The norms of one sample. `states_by_place` are its hidden states at each place that [`InterfaceHooks`] names."""
+    layer_input = states_by_place["decoder"][0].float()  # [num_tokens, hidden_size]
+    image = mean_norm(layer_input[tokens.image])
+    text = mean_norm(layer_input[tokens.text])
+    if "before_mlp" not in states_by_place:
+        return Entrance(image, text, None, None)
 
-    def keep_states(place: str, states: torch.Tensor) -> None:
-        states_by_place[place] = states
-
-    with InterfaceHooks(model, keep_states):
-        (record,) = record_questions(model, processor, [question], layers, title="")
-    return record, states_by_place
-
-
-def measure_first_layer(states_by_place: dict[str, torch.Tensor], is_image_token: torch.Tensor) -> dict[str, float]:
-    """Mean norms over a sample's image tokens in the decoder's first layer, by the measure's name in `sweep.csv`.
-
-    - `length`: norm of the image tokens that enter the layer
-    - `attention_update`: norm of what attention adds to them
-    - `mlp_update`: norm of what the MLP adds to them
-
-    If no norm module stands before the MLP, the two updates can't be told apart and are left out.
-
-    Args:
-        states_by_place: Hidden states at each place that [`InterfaceHooks`] names.
-        is_image_token: Mask of the image tokens, `(S,)`.
-    """
-    layer_input = states_by_place["decoder"][0, is_image_token].float()
-    norms = {"length": mean_norm(layer_input)}
-    if "before_mlp" in states_by_place:
-        before_mlp = states_by_place["before_mlp"][0, is_image_token].float()
-        after_mlp = states_by_place["after_mlp"][0, is_image_token].float()
-        norms["attention_update"] = mean_norm(before_mlp - layer_input)
-        norms["mlp_update"] = mean_norm(after_mlp - before_mlp)
-    return norms
+    before_mlp = states_by_place["before_mlp"][0].float()
+    after_mlp = states_by_place["after_mlp"][0].float()
+    attention_update = mean_norm((before_mlp - layer_input)[tokens.image])
+    mlp_update = mean_norm((after_mlp - before_mlp)[tokens.image])
+    return Entrance(image, text, attention_update, mlp_update)
 
 
 def mean_norm(states: torch.Tensor) -> float:
@@ -195,39 +158,20 @@ def mean_norm(states: torch.Tensor) -> float:
     return token_norms(states).mean().item()
 
 
-def first_layer_rows(model: PreTrainedModel, baseline: Baseline) -> pd.DataFrame:
-    """Rows of the norms in the first layer and of the measure `eps`, as multiples of the norm of text tokens.
+def entrance_rows(model: PreTrainedModel, entrances: Sequence[Entrance]) -> pd.DataFrame:
+    """Rows of what [`Entrance`] holds, and of the measure `eps`, as multiples of the mean norm of text tokens.
 
-    `eps` is the norm of a token whose mean square is as large as the eps of the decoder's RMSNorm.
+    - `length`: norm of the image tokens that enter the first layer
+    - `attention_update`, `mlp_update`: norms of what attention and MLP add to them; without rows if they aren't known
+    - `eps`: norm of a token whose mean square is as large as the eps of the decoder's RMSNorm
     """
     config = model.config.get_text_config()
     eps = getattr(config, "rms_norm_eps", 0)  # 0 for a decoder without RMSNorm
-    eps_norm = (config.hidden_size * eps) ** 0.5
-    num_pictures = len(baseline.first_layer_norms)
-
-    tables = []
-    measures = baseline.first_layer_norms[0].keys()  # the same for all pictures
-    for measure in measures:
-        norms = np.array([norms_of_picture[measure] for norms_of_picture in baseline.first_layer_norms])
-        tables.append(make_rows(measure, norms / baseline.text_norm))
-    eps_norms = np.full(num_pictures, eps_norm)
-    tables.append(make_rows("eps", eps_norms / baseline.text_norm))
-    return pd.concat(tables).assign(dose=UNCHANGED_DOSE, control=OWN_PICTURE)
-
-
-def ask_questions(
-    model: PreTrainedModel, processor: Any, questions: Sequence[Question], doses: Sequence[float], name: str
-) -> pd.DataFrame:
-    """Rows of the scores of the answers to all questions at all doses."""
-    measured: list[MeasuredValue] = []
-    for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
-        measured += ask_question(model, processor, questions, number, doses)
-    return tabulate_measured(measured)
-
-
-def tabulate_measured(measured: Sequence[MeasuredValue]) -> pd.DataFrame:
-    """A table of measured values. Its columns for modality and layer are empty."""
-    return pd.DataFrame(measured, columns=MeasuredValue._fields).assign(modality="", layer=pd.NA)
+    table = pd.DataFrame(entrances).rename(columns={"image": "length"}).dropna(axis="columns")
+    text_norm = table.pop("text").mean()
+    table["eps"] = (config.hidden_size * eps) ** 0.5
+    rows = [make_rows(measure, table[measure].to_numpy() / text_norm) for measure in table]
+    return pd.concat(rows).assign(dose=UNCHANGED_DOSE)
 
 
 def ask_question(
@@ -235,9 +179,8 @@ def ask_question(
 ) -> list[MeasuredValue]:
     """Scores of the answers to one question at each dose.
 
-    If the right answer is known, the question is also asked about a white picture and about another question's
-    picture. Each score comes with a second value, whose name ends in `_change`: the score minus the score for the
-    question's own picture at dose 1.
+    Each score comes with a second value, whose name ends in `_change`: the score minus the score at dose 1. `guessing`
+    is what a model gets that always gives the question's commonest answer.
 
     Args:
         model: The model.
@@ -248,24 +191,16 @@ def ask_question(
     """
     question = questions[number]
     choices = find_choices(processor, questions, question)
+    scores_by_dose = score_answers(model, processor, question, choices, doses)
 
-    scores_by_control = {OWN_PICTURE: ask_own_picture(model, processor, question, choices, doses)}
-    if choices.right:
-        white = Image.new("RGB", question.image.size, "white")
-        # The other picture is that of the question before. For the first question, index -1 is the last question.
-        other_image = questions[number - 1].image
-        for control, image in ((BLANK_PICTURE, white), (OTHER_PICTURE, other_image)):
-            messages = question.prompt_about(image)
-            scores_by_control[control] = ask_other_picture(model, processor, messages, choices, doses)
-
-    scores_as_it_is = scores_by_control[OWN_PICTURE][0]  # the first dose is 1
     measured = []
-    for control, scores_by_dose in scores_by_control.items():
-        for dose, scores in zip(doses, scores_by_dose, strict=True):
-            for measure, value in scores.items():
-                change = value - scores_as_it_is[measure]
-                measured.append(MeasuredValue(number, measure, value, dose, control))
-                measured.append(MeasuredValue(number, f"{measure}_change", change, dose, control))
+    if choices.can_be_ranked:
+        measured.append(MeasuredValue(number, "guessing", choices.commonest, UNCHANGED_DOSE))
+    scores_as_it_is = scores_by_dose[0]
+    for dose, scores in zip(doses, scores_by_dose, strict=True):
+        for measure, value in scores.items():
+            measured.append(MeasuredValue(number, measure, value, dose))
+            measured.append(MeasuredValue(number, f"{measure}_change", value - scores_as_it_is[measure], dose))
     return measured
 
 
@@ -275,31 +210,38 @@ class Choices(NamedTuple):
     Attributes:
         answers: All different answers that the data gives to the same question about any picture, the right one too.
         right: The right answer, which is the question's own; empty if the question has no answer.
+        commonest: The share that the commonest answer has in the rows that ask the same question; 0 without answers.
     """
 
     answers: list[list[int]]
     right: list[int]
+    commonest: float
+
+    @property
+    def can_be_ranked(self) -> bool:
+        """Whether the right answer is known, and there are others."""
+        return bool(self.right) and len(self.answers) > 1
 
 
 def find_choices(processor: Any, questions: Sequence[Question], question: Question) -> Choices:
     """The right answer to a question, and all answers that the data gives to the same question about any picture."""
-    texts = set()
+    counts: Counter[str] = Counter()
     for other in questions:
         asks_the_same = other.roles_and_texts == question.roles_and_texts
         if asks_the_same and other.answer:
-            texts.add(other.answer)
+            counts[other.answer] += 1
 
-    ids_by_text = {text: answer_ids(processor, question.prompt, text) for text in sorted(texts)}
+    ids_by_text = {text: answer_ids(processor, question.prompt, text) for text in sorted(counts)}
     right = ids_by_text.get(question.answer, [])  # an empty answer is not in the dictionary
-    return Choices(answers=list(ids_by_text.values()), right=right)
+    commonest = max(counts.values()) / counts.total() if counts else 0.0
+    return Choices(list(ids_by_text.values()), right, commonest)
 
 
-def ask_own_picture(
+def score_answers(
     model: PreTrainedModel, processor: Any, question: Question, choices: Choices, doses: Sequence[float]
 ) -> list[Scores]:
-    """Scores at each dose of the answers to a question about its own picture.
+    """Scores of the answers to a question, at each dose.
 
-    - `kl`: KL divergence from the model as it is, mean over the tokens of its greedy answer
     - `changed`: 1 if the greedy answer differs from that of the model as it is, otherwise 0
     - `loss`: mean loss of the right answer's tokens; only if the right answer is known
     - `named`: 1 if the model finds the right answer likelier than all other choices, otherwise 0; only if there are
@@ -311,8 +253,6 @@ def ask_own_picture(
     prompt_length = len(is_image_token)
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
     greedy_answer = generated[0, prompt_length:].tolist()
-    # The vocabulary's log-probabilities at the position of each token of the greedy answer, [num_tokens, vocab_size].
-    (log_probs_as_it_is,) = distributions(model, read_prompt(model, inputs), [greedy_answer])
 
     scores_by_dose = []
     for dose in doses:
@@ -326,49 +266,15 @@ def ask_own_picture(
         log_probs_by_answer = distributions(model, prompt_state, answers)
 
         # A dose changes the answer if another token becomes the likeliest at any position of the greedy answer.
-        log_probs_at_dose = log_probs_by_answer[0]
-        likeliest_tokens = log_probs_at_dose.argmax(dim=-1).tolist()
-        scores = {
-            "kl": mean_divergence(log_probs_as_it_is, log_probs_at_dose),
-            "changed": float(likeliest_tokens != greedy_answer),
-        }
+        likeliest_tokens = log_probs_by_answer[0].argmax(dim=-1).tolist()
+        scores = {"changed": float(likeliest_tokens != greedy_answer)}
         if choices.right:
             scores["loss"] = mean_loss(log_probs_by_answer[1], choices.right)
-        if choices.right and len(choices.answers) > 1:
+        if choices.can_be_ranked:
             (chosen_index,) = likeliest(model, prompt_state, choices.answers)
             scores["named"] = float(choices.answers[chosen_index] == choices.right)
         scores_by_dose.append(scores)
     return scores_by_dose
-
-
-def ask_other_picture(
-    model: PreTrainedModel, processor: Any, messages: list[Message], choices: Choices, doses: Sequence[float]
-) -> list[Scores]:
-    """Scores at each dose of the answers to a question about another picture: only the `loss` of the right answer.
-
-    `messages` is the question's prompt with the other picture.
-    """
-    inputs = prepare_inputs(model, processor, messages)
-    is_image_token = inputs["input_ids"][0] == image_token_id(model)
-
-    scores_by_dose = []
-    for dose in doses:
-        with scaled(model, is_image_token, dose):
-            prompt_state = read_prompt(model, inputs)
-        (log_probabilities,) = distributions(model, prompt_state, [choices.right])
-        scores_by_dose.append({"loss": mean_loss(log_probabilities, choices.right)})
-    return scores_by_dose
-
-
-def mean_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> float:
-    """KL(p ‖ q) of two distributions p and q over the vocabulary, as mean over the tokens of an answer.
-
-    Args:
-        log_p: Logarithm of p at each token, `(num_tokens, vocab_size)`.
-        log_q: Logarithm of q at each token, `(num_tokens, vocab_size)`.
-    """
-    divergences = (log_p.exp() * (log_p - log_q)).sum(dim=-1)  # [num_tokens]
-    return divergences.mean().item()
 
 
 def mean_loss(log_probabilities: torch.Tensor, tokens: Sequence[int]) -> float:
@@ -382,34 +288,3 @@ def mean_loss(log_probabilities: torch.Tensor, tokens: Sequence[int]) -> float:
     positions = range(len(tokens))
     log_probabilities_of_tokens = log_probabilities[positions, tokens]  # [num_tokens]
     return -log_probabilities_of_tokens.mean().item()
-
-
-def measure_turning(
-    model: PreTrainedModel,
-    processor: Any,
-    questions: Sequence[Question],
-    baseline: Baseline,
-    dose: float,
-    name: str,
-) -> pd.DataFrame:
-    """Rows of one dose: how far hidden states, keys and values turn, and how much attention goes to the picture."""
-    layers = spread_layers(len(find_decoder(model).layers))
-    records: list[Record] = []
-    drifts: list[MeasuredValue] = []
-    for number, question in enumerate(tqdm(questions, desc=f"{name}: x {dose:.2g}", unit="picture")):
-        record_as_it_is = baseline.records[number]
-        is_image_token = record_as_it_is.input_ids == image_token_id(model)
-        with scaled(model, is_image_token, dose):
-            (record,) = record_questions(model, processor, [question], layers, title="")
-
-        for measure, value in measure_drift(record, record_as_it_is).items():
-            drifts.append(MeasuredValue(number, measure, value, dose, OWN_PICTURE))
-        # Keys and values are the largest part of a record, and are not needed any more.
-        record.keys.clear()
-        record.values.clear()
-        records.append(record)
-
-    # If no attention was recorded, `measure_attention` returns `None`, which `pd.concat` passes over.
-    tables = [measure_layers(records), measure_attention(records)]
-    rows = pd.concat(tables).assign(dose=dose, control=OWN_PICTURE)
-    return pd.concat([rows, tabulate_measured(drifts)])

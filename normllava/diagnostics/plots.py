@@ -26,7 +26,6 @@ from normllava.diagnostics.verdict import (
     choose_score,
     estimate_scores,
     get_estimate,
-    summaries_about_own_picture,
 )
 
 
@@ -94,14 +93,14 @@ SCORE_LABELS = {
 
 
 def draw_figures(
-    models: Mapping[str, Summary], swept: Mapping[str, Mapping[tuple[float, str], Summary]] | None = None
+    models: Mapping[str, Summary], swept: Mapping[str, Mapping[float, Summary]] | None = None
 ) -> dict[str, Figure]:
     """The figures of a report by name, except the key map and attention maps. A figure without data is left out.
 
     Args:
         models: Summaries by the model's name.
         swept: Summaries of a sweep by the model's name. Each model has a summary for every dose (the factor on its
-            image embeddings) and control (whether the model saw the question's own picture, a blank or another one).
+            image embeddings).
     """
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
     if swept:
@@ -270,15 +269,15 @@ def draw_dynamics(summaries: Mapping[int, Summary]) -> Figure:
 
 
 @styled
-def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
+def draw_sweep(models: Mapping[str, Mapping[float, Summary]]) -> Figure:
     """Draw the answers over the norm of image embeddings: a curve for each model, with a ring at the norm as it is.
 
     Args:
-        models: Summaries by the model's name, then by dose and control. All models were asked the same questions.
+        models: Summaries by the model's name, then by dose. All models were asked the same questions.
     """
     figure, axes = plt.subplots(figsize=SMALL_SIZE, layout="constrained")
     first_model = next(iter(models.values()))
-    score = choose_score(summaries_about_own_picture(first_model))
+    score = choose_score(first_model)
 
     # If there are more models than styles, the styles begin again.
     for style, (name, summaries) in zip(itertools.cycle(MODEL_STYLES), models.items()):
@@ -295,16 +294,15 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     return figure
 
 
-def _score_by_norm(summaries: Mapping[tuple[float, str], Summary], score: Score) -> pd.DataFrame:
+def _score_by_norm(summary_by_dose: Mapping[float, Summary], score: Score) -> pd.DataFrame:
     """One model's score at each dose, with columns `dose`, `norm`, `mean`, `low` and `high`.
 
     `norm` is the norm of the image embeddings at the dose. Scores that are shares are in percent.
 
     Args:
-        summaries: Summaries by dose and control.
+        summary_by_dose: Summaries by dose.
         score: The score.
     """
-    summary_by_dose = summaries_about_own_picture(summaries)
     # sweep.csv calls the norm of image embeddings `length`.
     image_norm = get_estimate(summary_by_dose[UNCHANGED_DOSE], "length").mean
     unit = 1 if score is Score.LOSS else 100  # the other scores are shares

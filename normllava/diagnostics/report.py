@@ -25,7 +25,6 @@ from normllava.diagnostics.verdict import (
     clip_share,
     judge_sweep,
     judge_turning,
-    summaries_about_own_picture,
 )
 from normllava.parts import layer_groups
 from normllava.tokens import SINK_FACTOR
@@ -289,9 +288,8 @@ def join_equal_rows(texts: dict[str, dict[str, str]]) -> dict[str, dict[str, str
 
 def make_sweep_table(rows: pd.DataFrame) -> pd.DataFrame:
     """The table of one model's sweep: for each dose, the scores with intervals, and what the dose does to answers."""
-    summaries = summaries_by_dose(rows)
-    summary_by_dose = summaries_about_own_picture(summaries)
-    verdict = judge_sweep(summaries)
+    summary_by_dose = summaries_by_dose(rows)
+    verdict = judge_sweep(summary_by_dose)
 
     texts = {}
     for dose, summary in summary_by_dose.items():

@@ -13,11 +13,6 @@ from normllava.hooks import InterfaceHooks
 # leaves the model as it is.
 UNCHANGED_DOSE = 1.0
 DOSES = (UNCHANGED_DOSE, 0.03, 0.1, 0.3, 3.0, 10.0, 30.0)
-# A sweep also asks each question about pictures other than its own. The column `control` of a sweep's rows says which
-# picture was shown. These are the column's values.
-OWN_PICTURE = ""  # the question's own picture
-BLANK_PICTURE = "blank"  # a white picture
-OTHER_PICTURE = "another's"  # another question's picture
 
 
 @contextmanager

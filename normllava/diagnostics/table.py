@@ -82,13 +82,12 @@ class Summary:
         return self.frame[is_chosen]
 
 
-def summaries_by_dose(rows: pd.DataFrame) -> dict[tuple[float, str], Summary]:
-    """Summaries of one model's rows of a sweep, by dose and control (which picture was shown)."""
+def summaries_by_dose(rows: pd.DataFrame) -> dict[float, Summary]:
+    """Summaries of one model's rows of a sweep, by dose in ascending order."""
     summaries = {}
-    for (dose, control), group in rows.groupby(["dose", "control"]):
+    for dose, group in rows.groupby("dose"):
         # Rows that come from sweep.csv also have a column `model`.
-        group = group.drop(columns=["model", "dose", "control"], errors="ignore")
-        summaries[dose, control] = Summary.of(group)
+        summaries[dose] = Summary.of(group.drop(columns=["model", "dose"], errors="ignore"))
     return summaries
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from normllava.diagnostics.scaling import DOSES, OWN_PICTURE, UNCHANGED_DOSE
+from normllava.diagnostics.scaling import DOSES, UNCHANGED_DOSE
 from normllava.diagnostics.table import Estimate, Summary
 
 
@@ -54,6 +54,8 @@ class Advice(StrEnum):
     TRY_ANOTHER_NORM = "multiply the projector's last layer by the best dose, and ask other questions"
     LEAVE = "leave the norm as it is"
     LEAVE_OR_ASK_MORE = "leave the norm as it is, or ask about more pictures"
+    ASK_HARDER = "ask harder questions: all answers are right as it is"
+    TRAIN_FIRST = "train the model first: it isn't clearly better than guessing"
     GIVE_ANSWERS = "give rows with answers"
 
 
@@ -74,6 +76,8 @@ class Verdict:
         advice: What to do.
         score: What the answers are judged by.
         scores: The score at each dose, dose 1 too, in ascending order of the doses.
+        guessing: Share of right answers that the commonest answer to each question gives; `None` if the score isn't
+            right answers.
         changes: What each dose does to the score, without dose 1; empty if the score can't be judged.
         best: The clearly better dose with the best score; `None` if no dose is clearly better.
         num_pictures: Number of pictures that were asked about.
@@ -92,6 +96,7 @@ class Verdict:
     advice: Advice
     score: Score
     scores: dict[float, Estimate]
+    guessing: float | None
     changes: dict[float, Change]
     best: float | None
     num_pictures: int
@@ -103,29 +108,28 @@ class Verdict:
     kept_by_eps: float | None
 
 
-def judge_sweep(summaries: Mapping[tuple[float, str], Summary]) -> Verdict:
-    """The verdict on a model.
-
-    Args:
-        summaries: Summaries of the model's sweep by dose and control.
-    """
-    summary_by_dose = summaries_about_own_picture(summaries)
+def judge_sweep(summary_by_dose: Mapping[float, Summary]) -> Verdict:
+    """The verdict on a model, from the summaries of its sweep by dose in ascending order."""
     summary_as_it_is = summary_by_dose[UNCHANGED_DOSE]
 
     score = choose_score(summary_by_dose)
     scores = estimate_scores(summary_by_dose, score)
+    guessing = None
+    if score is Score.RIGHT_ANSWERS:
+        guessing = get_estimate(summary_as_it_is, "guessing").mean
     changes = judge_changes(summary_by_dose, score)
 
     image_norm = get_estimate(summary_as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
     attention_norm = summary_as_it_is.look("attention_update")
     mlp_norm = summary_as_it_is.look("mlp_update")
     return Verdict(
-        advice=choose_advice(changes),
+        advice=choose_advice(changes, scores[UNCHANGED_DOSE], guessing),
         score=score,
         scores=scores,
+        guessing=guessing,
         changes=changes,
         best=find_best(scores, changes, score),
-        num_pictures=count_pictures(summary_as_it_is, "kl"),  # every picture has a value of `kl`
+        num_pictures=count_pictures(summary_as_it_is, "length"),  # every picture has a length
         num_scored=count_pictures(summary_as_it_is, score),
         image_norm=image_norm,
         attention_norm=attention_norm,
@@ -133,15 +137,6 @@ def judge_sweep(summaries: Mapping[tuple[float, str], Summary]) -> Verdict:
         place=place_norm(image_norm, attention_norm, mlp_norm),
         kept_by_eps=share_kept_by_eps(image_norm.mean, get_estimate(summary_as_it_is, "eps").mean),
     )
-
-
-def summaries_about_own_picture(summaries: Mapping[tuple[float, str], Summary]) -> dict[float, Summary]:
-    """The summaries of answers about a question's own picture, by dose in ascending order. Only these are judged."""
-    summary_by_dose = {}
-    for dose, control in sorted(summaries):
-        if control == OWN_PICTURE:
-            summary_by_dose[dose] = summaries[dose, control]
-    return summary_by_dose
 
 
 def choose_score(summary_by_dose: Mapping[float, Summary]) -> Score:
@@ -191,16 +186,26 @@ def judge_change(difference: Estimate, smaller_is_better: bool) -> Change:
     return Change.UNCLEAR
 
 
-def choose_advice(changes: Mapping[float, Change]) -> Advice:
-    """What to do, from what each dose does to the score.
+def choose_advice(changes: Mapping[float, Change], as_it_is: Estimate, guessing: float | None) -> Advice:
+    """What to do.
 
     A dose that is clearly better is worth a try even if others are worse. If no dose is clearly better or worse, more
-    pictures may show a difference.
+    pictures may show a difference. But nothing shows in a model that answers everything right, or that guesses.
+
+    Args:
+        changes: What each dose does to the score, without dose 1.
+        as_it_is: The score at dose 1.
+        guessing: Share of right answers that the commonest answer to each question gives; `None` if the score isn't
+            right answers.
     """
     if not changes:  # nothing can be judged, because the data has too few answers
         return Advice.GIVE_ANSWERS
     if Change.BETTER in changes.values():
         return Advice.TRY_ANOTHER_NORM
+    if guessing is not None and as_it_is.mean == 1:
+        return Advice.ASK_HARDER
+    if guessing is not None and as_it_is.low <= guessing:
+        return Advice.TRAIN_FIRST
     if Change.WORSE in changes.values():
         return Advice.LEAVE
     return Advice.LEAVE_OR_ASK_MORE

@@ -118,3 +118,12 @@ def test_commands_silence_bitsandbytes_before_they_import_it(module: str) -> Non
     program = [sys.executable, "-c", IMPORTING_PROGRAM, module]
     completed = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     assert completed.stdout == "True\n"
+
+
+def test_all_of_a_librarys_message_is_told() -> None:
+    """transformers' first line about a gated model doesn't say which model it is."""
+
+    def ask_for_gated_model() -> None:
+        raise OSError("You are trying to access a gated repo.\nAsk for access at https://huggingface.co/google/gemma.")
+
+    expect_one_line(r"gated repo\. Ask for access at https://huggingface.co/google/gemma\.", ask_for_gated_model)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
+from transformers.initialization import no_init_weights
 
 from families import build, inputs
 from modeling_normllava import NormLlavaForConditionalGeneration
@@ -37,6 +38,17 @@ def test_without_a_norm_the_logits_are_those_of_the_llava() -> None:
         expected = llava(**sample).logits
         logits = add_norm(llava, projector_norm="none")(**sample).logits
     assert torch.equal(logits, expected)
+
+
+def test_weights_of_any_origin_are_kept() -> None:
+    """transformers initializes modules anew when a model is built of them, unless `from_pretrained` marked them."""
+    trained = build("llava-siglip")
+    with no_init_weights():
+        llava = type(trained)(trained.config)
+    llava.load_state_dict(trained.state_dict())
+    with_norm = add_norm(llava)
+    for name, weight in trained.state_dict().items():
+        assert torch.equal(with_norm.state_dict()[name], weight), name
 
 
 def test_loading_never_resets_a_small_gain(tmp_path: Path) -> None:

@@ -1,14 +1,29 @@
 """Tests of finding the parts of a vision-language model in every family."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    BaseImageProcessor,
+    CLIPImageProcessor,
+    LlavaNextProcessor,
+    LlavaProcessor,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
-from families import FAMILIES, IMAGE, build
+from families import FAMILIES, IMAGE, NUM_PATCHES, build
 from normllava.parts import (
     DiagnosticsError,
+    complete_processor,
     find_decoder,
     find_encoder,
     find_projector,
@@ -75,3 +90,31 @@ def test_every_family_of_transformers_has_its_parts_or_is_refused_in_one_line(na
     assert len(decoder.layers) == decoder.config.num_hidden_layers
     assert (find_encoder(model) is None) == (name in WITHOUT_ENCODER)
     assert (find_projector(model) is None) == (name in WITHOUT_PROJECTOR)
+
+
+@pytest.mark.parametrize(
+    ("name", "processor_class", "image_processor"),
+    [
+        ("llava-clip", LlavaProcessor, CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)),
+        ("vipllava", LlavaProcessor, CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)),
+        (
+            "llava_next",
+            LlavaNextProcessor,
+            LlavaNextImageProcessorPil(size={"shortest_edge": 28}, crop_size=28, image_grid_pinpoints=[[28, 56]]),
+        ),
+    ],
+    ids=["llava", "vipllava", "llava_next"],
+)
+def test_an_older_processor_counts_the_patches_once_it_is_completed(
+    name: str, processor_class: Any, image_processor: BaseImageProcessor, backbones: Callable[[str], Path]
+) -> None:
+    model = build(name)
+    tokenizer = AutoTokenizer.from_pretrained(backbones("qwen2"))
+    processor = processor_class(image_processor, tokenizer, image_token="<|image_pad|>")
+    assert processor.patch_size is None
+    complete_processor(processor, model)
+    picture = Image.new("RGB", (28, 28))
+    inputs = processor(images=picture, text="<|image_pad|>What?", return_tensors="pt")
+    num_image_tokens = (inputs["input_ids"] == processor.image_token_id).sum()
+    assert num_image_tokens >= NUM_PATCHES
+    assert processor.patch_size == 7

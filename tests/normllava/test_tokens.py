@@ -1,5 +1,7 @@
 """Tests of the type of each token, in a sample and in a batch that is padded or packed."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -53,6 +55,12 @@ def test_a_packed_row_with_a_blank_picture() -> None:
 
 def test_a_batch_that_is_neither_padded_nor_packed() -> None:
     assert token_types({"input_ids": torch.tensor([PICTURE_IDS])}) == [PICTURE_TYPES]
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(2, 1, 6, 6), {"full_attention": None}], ids=["4-D", "by kind of layer"])
+def test_a_mask_that_does_not_say_what_is_padding_is_passed_over(mask: Any) -> None:
+    batch = {"input_ids": torch.tensor([PICTURE_IDS, PICTURE_IDS]), "attention_mask": mask}
+    assert token_types(batch) == [PICTURE_TYPES, PICTURE_TYPES]
 
 
 def test_a_sink_has_a_large_norm_after_a_layer() -> None:

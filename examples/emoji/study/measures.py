@@ -181,7 +181,7 @@ def measure_decoder(model: LlavaForConditionalGeneration, processor: LlavaProces
     for drawing in drawings_by("emojione")[::EVERY_FOR_LAYERS]:
         image = open_picture(drawing)
         prompt = make_prompt(ASK_NAME, image)
-        questions.append(Question(drawing["image"], fingerprint([image]), prompt, image))
+        questions.append(Question(drawing["image"], fingerprint([image]), prompt))
     layers = range(len(find_decoder(model).layers))
     records = record_questions(model, processor, questions, layers, title="Layers")
 

@@ -626,6 +626,32 @@ def test_a_json_mapping_may_hold_the_list_of_rows(tmp_path: Path) -> None:
         assert len(load_rows(str(tmp_path / "data.json"))) == 3
 
 
+def test_a_json_mapping_with_two_lists_of_rows_is_refused(tmp_path: Path) -> None:
+    row = {"conversations": turns("Hi.", "Hello.")}
+    (tmp_path / "data.json").write_text(json.dumps({"train": [row], "more": [row] * 5}))
+    with pytest.raises(UserError, match=r"data\.json has rows in train, more: put each list into a file of its own"):
+        load_rows(str(tmp_path / "data.json"))
+
+
+@pytest.mark.parametrize(
+    ("pictures", "problem"),
+    [
+        ({"image": {"url": "https://example.org/a.png", "width": 8}}, "image holds mappings with url, width"),
+        ({"images": [{"image_path": "a.png"}]}, "images holds mappings with image_path"),
+        ({"images": [["a.png"]]}, "images holds lists of lists"),
+    ],
+    ids=["mapping", "list of mappings", "list of lists"],
+)
+def test_a_column_of_pictures_that_holds_none_is_refused(
+    pictures: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    """As pictures they would all be empty, and the rows would be trained without pictures."""
+    row = pictures | {"conversations": turns("What is it?", "A page.")}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=problem):
+        load_rows(str(tmp_path / "rows.parquet"))
+
+
 def test_a_json_mapping_may_be_a_row(tmp_path: Path) -> None:
     """The list `conversations` in this mapping is a list of turns, and not of rows."""
     row = {"conversations": turns("Hi.", "Hello.")}

@@ -219,7 +219,6 @@ def make_question(*content: str | Image.Image, answer: str = "") -> Question:
         source="a row",
         fingerprint="0",
         prompt=[{"role": "user", "content": parts}],
-        image=Image.new("RGB", (8, 8)),
         answer=answer,
     )
 

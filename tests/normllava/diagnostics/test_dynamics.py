@@ -8,7 +8,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from normllava.diagnostics import dynamics, measure
 from normllava.diagnostics.loading import load_model
@@ -89,6 +92,23 @@ def test_other_questions_or_another_dtype_are_refused(run: Path, data: Path, opt
     measure_run(run, data)
     with pytest.raises(SystemExit, match="holds rows of other questions or another dtype"):
         measure_run(run, data, *option)
+
+
+def test_a_replaced_adapter_is_measured_again(
+    tmp_path: Path, data: Path, make_model_folder: Callable[..., Path]
+) -> None:
+    base = make_model_folder(projector_norm="none")
+    checkpoint = tmp_path / "run" / "checkpoint-5"
+    AutoProcessor.from_pretrained(base).save_pretrained(checkpoint)
+    tables = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_pretrained(base)
+        adapter = LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        get_peft_model(model, adapter).save_pretrained(checkpoint)
+        tables.append(measure_run(tmp_path / "run", data))
+    first, second = tables
+    assert not rows_of_step(first, 5).equals(rows_of_step(second, 5))
 
 
 def test_a_copy_of_a_checkpoint_is_not_measured(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def test_a_datasets_rows_are_asked_about_and_not_the_logo_beside_them(tmp_path: 
     Dataset.from_list([row]).to_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet")
 
     (question,) = load_questions(str(tmp_path), 4, split="validation").questions
-    assert question.image.size == (20, 20)
+    (picture_part, _) = question.prompt[0]["content"]
+    assert picture_part["image"].size == (20, 20)
 
 
 def test_data_may_be_one_picture(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from normllava.diagnostics.report import (
     render_html,
     with_interval,
 )
-from normllava.diagnostics.scaling import OWN_PICTURE
 from normllava.diagnostics.table import Estimate, Summary, jackknife_rows, make_rows, ratio_rows, summaries_by_dose
 from normllava.diagnostics.training_answers import read_training_answers
 from normllava.errors import UserError
@@ -123,7 +122,6 @@ def make_sweep_rows(num_pictures: int = 6, updates_are_known: bool = True) -> pd
     # `named` is 1 where the model's answer is right, else 0.
     for dose, named in ((0.3, every_third_one), (1.0, ones), (3.0, ones)):
         values_by_measure = {
-            "kl": ones,
             "changed": 1 - named,
             "loss": 2 - named,
             "loss_change": 1 - named,
@@ -131,11 +129,11 @@ def make_sweep_rows(num_pictures: int = 6, updates_are_known: bool = True) -> pd
             "named_change": named - 1,
         }
         if dose == 1:
-            values_by_measure |= {"length": 2 * ones, "eps": ones}
+            values_by_measure |= {"length": 2 * ones, "eps": ones, "guessing": ones / 3}
         if dose == 1 and updates_are_known:
             values_by_measure |= {"attention_update": 3 * ones, "mlp_update": 4 * ones}
         for measure, values in values_by_measure.items():
-            rows.append(make_rows(measure, values).assign(dose=dose, control=OWN_PICTURE))
+            rows.append(make_rows(measure, values).assign(dose=dose))
     return pd.concat(rows)
 
 

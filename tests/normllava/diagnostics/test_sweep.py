@@ -6,7 +6,6 @@ A sweep multiplies image tokens by several factors, the doses. At dose 1 the mod
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from torch.nn.functional import cosine_similarity, cross_entropy, pad
+from torch.nn.functional import cross_entropy, pad
 from transformers import AutoProcessor, PreTrainedModel
 
 import families
@@ -24,7 +23,8 @@ from normllava.diagnostics.answers import distributions, encode_prompts, make_pr
 from normllava.diagnostics.command import main
 from normllava.diagnostics.loading import load_model, load_questions
 from normllava.diagnostics.norm_sweep import ask_question
-from normllava.diagnostics.scaling import BLANK_PICTURE, OTHER_PICTURE, OWN_PICTURE, scaled
+from normllava.diagnostics.report import make_sweep_table
+from normllava.diagnostics.scaling import DOSES, scaled
 from normllava.parts import DiagnosticsError, find_decoder
 
 
@@ -127,8 +127,8 @@ def dog_prompt(processor: Any, data: Path) -> Any:
 
 
 def values_of(swept: pd.DataFrame) -> pd.Series:
-    """The values of a sweep by measure, control, dose and picture."""
-    return swept.set_index(["measure", "control", "dose", "picture"])["value"].sort_index()
+    """The values of a sweep by measure, dose and picture."""
+    return swept.set_index(["measure", "dose", "picture"])["value"].sort_index()
 
 
 @pytest.fixture
@@ -151,67 +151,35 @@ def test_losses_of_a_sweep_are_those_of_passes_by_hand(
     values = values_of(sweep(sharp_model, processor, data).swept)
     # An answer ends with the token that ends the turn.
     dog = processor.tokenizer("dog<|im_end|>", add_special_tokens=False).input_ids
-    own_inputs = dog_prompt(processor, data)
-    white_picture = Image.new("RGB", (40, 30), "white")  # as large as the pictures of `data`
-    blank_inputs = encode_prompts(processor, [make_prompt(QUESTION, white_picture)])
-
-    own_at_1 = loss_by_hand(sharp_model, own_inputs, dog, scale=1.0)
-    own_at_10 = loss_by_hand(sharp_model, own_inputs, dog, scale=10.0)
-    blank_at_10 = loss_by_hand(sharp_model, blank_inputs, dog, scale=10.0)
-    assert values["loss", OWN_PICTURE, 1.0, DOG].item() == pytest.approx(own_at_1, abs=1e-4)
-    assert values["loss", OWN_PICTURE, 10.0, DOG].item() == pytest.approx(own_at_10, abs=1e-4)
-    assert values["loss", BLANK_PICTURE, 10.0, DOG].item() == pytest.approx(blank_at_10, abs=1e-4)
-
-
-def test_changes_are_differences_from_the_own_picture_at_dose_1(
-    sharp_model: PreTrainedModel, processor: Any, data: Path
-) -> None:
-    values = values_of(sweep(sharp_model, processor, data).swept)
-    assert values["kl", OWN_PICTURE, 1.0].abs().max() < 1e-6
-    assert values["kl", OWN_PICTURE, 30.0].min() > 1e-6
-    for control in (OWN_PICTURE, BLANK_PICTURE, OTHER_PICTURE):
-        change = values["loss", control, 30.0] - values["loss", OWN_PICTURE, 1.0]
-        assert values["loss_change", control, 30.0].to_numpy() == pytest.approx(change.to_numpy())
+    inputs = dog_prompt(processor, data)
+    at_1 = loss_by_hand(sharp_model, inputs, dog, scale=1.0)
+    at_10 = loss_by_hand(sharp_model, inputs, dog, scale=10.0)
+    assert values["loss", 1.0, DOG].item() == pytest.approx(at_1, abs=1e-4)
+    assert values["loss", 10.0, DOG].item() == pytest.approx(at_10, abs=1e-4)
+    assert values["loss_change", 10.0, DOG].item() == pytest.approx(at_10 - at_1, abs=1e-4)
 
 
 def test_one_dose_gives_image_tokens_the_norm_of_text_tokens(
+    make_model_folder: Callable[..., Path], data: Path
+) -> None:
+    model, processor = load_model(str(make_model_folder(projector_norm="none")))
+    values = values_of(sweep(model, processor, data).swept)
+    doses = values["loss"].index.get_level_values("dose").unique()
+    # `length` is the norm of image tokens, in multiples of the norm of text tokens.
+    image_norm = values["length", 1.0].mean()
+    (dose_of_text,) = set(doses) - set(DOSES)
+    assert dose_of_text == pytest.approx(1 / image_norm)
+
+
+def test_a_model_that_starts_at_the_texts_norm_has_no_dose_twice(
     model: PreTrainedModel, processor: Any, data: Path
 ) -> None:
-    values = values_of(sweep(model, processor, data).swept)
-    doses = values["kl", OWN_PICTURE].index.get_level_values("dose").unique()
-    # `length` is the norm of image tokens, in multiples of the norm of text tokens.
-    image_norm = values["length", OWN_PICTURE, 1.0].mean()
-    expected_dose = 1 / image_norm
-    nearest_dose = min(doses, key=lambda dose: abs(dose - expected_dose))
-    assert nearest_dose == pytest.approx(expected_dose)
-
-
-@torch.no_grad()
-def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, processor: Any, data: Path) -> None:
-    values = values_of(sweep(model, processor, data).swept)
-    attention = find_decoder(model).layers[-1].self_attn  # of two layers, only the last is measured
-    inputs = dog_prompt(processor, data)
-    is_image_token = inputs["input_ids"][0] == model.config.image_token_id
-
-    # The outputs of each projection at dose 1 and at dose 10, in this order.
-    outputs: dict[str, list[torch.Tensor]] = {"k_proj": [], "v_proj": []}
-
-    def keep(name: str, module: Any, args: Any, output: torch.Tensor) -> None:
-        outputs[name].append(output)
-
-    for name in outputs:
-        getattr(attention, name).register_forward_hook(partial(keep, name))
-    for dose in (1.0, 10.0):
-        with multiplied_by_hand(model, is_image_token, dose):
-            model(**inputs)
-
-    for measure, name in (("keys, turned", "k_proj"), ("values, turned", "v_proj")):
-        at_dose_1, at_dose_10 = outputs[name]  # [1, num_tokens, num_heads * head_dim] each
-        # [num_image_tokens, num_heads, head_dim] each
-        before = at_dose_1[0, is_image_token].unflatten(-1, (-1, attention.head_dim))
-        after = at_dose_10[0, is_image_token].unflatten(-1, (-1, attention.head_dim))
-        expected = 1 - cosine_similarity(before, after, dim=-1).mean().item()
-        assert values[measure, OWN_PICTURE, 10.0, DOG] == pytest.approx(expected, abs=1e-5)
+    swept = sweep(model, processor, data).swept
+    image_norm = values_of(swept)["length", 1.0].mean()
+    assert 0.9 < image_norm < 1.1
+    table = make_sweep_table(swept)
+    assert list(table.index) == ["× 0.03", "× 0.1", "× 0.3", "× 1", "× 3", "× 10", "× 30"]
+    assert table.loc["× 1", "answers"] == "as it is"
 
 
 @torch.no_grad()
@@ -235,9 +203,9 @@ def test_what_the_first_layer_adds_is_what_its_attention_and_its_mlp_return(
     model(**inputs)
 
     # The sweep gives all three norms in multiples of the norm of text tokens, so their ratios are compared.
-    entered = values["length", OWN_PICTURE, 1.0, DOG].item()
+    entered = values["length", 1.0, DOG].item()
     for module_name in ("attention", "mlp"):
-        update = values[f"{module_name}_update", OWN_PICTURE, 1.0, DOG].item()
+        update = values[f"{module_name}_update", 1.0, DOG].item()
         assert update / entered == pytest.approx(norms[module_name] / norms["entered"], rel=1e-4)
 
 
@@ -246,9 +214,14 @@ def test_too_few_pictures_are_refused(model: PreTrainedModel, processor: Any, da
         sweep(model, processor, data, num_samples=2)
 
 
-def test_a_model_in_training_mode_is_refused(model: PreTrainedModel, processor: Any, data: Path) -> None:
-    with pytest.raises(DiagnosticsError, match=r"call model.eval\(\)"):
-        sweep(model.train(), processor, data)
+def test_a_model_in_training_mode_is_measured_without_dropout(
+    model: PreTrainedModel, processor: Any, data: Path
+) -> None:
+    rows = sweep(model, processor, data).swept
+    model.train()
+    model.get_decoder().layers[0].self_attn.attention_dropout = 0.5
+    assert sweep(model, processor, data).swept.equals(rows)
+    assert model.training
 
 
 @torch.no_grad()
@@ -260,7 +233,7 @@ def test_all_pictures_of_a_row_are_asked_about(model: PreTrainedModel, processor
     questions = load_questions(data, 3).questions
 
     measured = ask_question(model, processor, questions, number=0, doses=[1.0])
-    (loss,) = [row.value for row in measured if row.measure == "loss" and row.control == OWN_PICTURE]
+    (loss,) = [row.value for row in measured if row.measure == "loss"]
     right_answer = processor.tokenizer("A<|im_end|>", add_special_tokens=False).input_ids
     prompt = encode_prompts(processor, [questions[0].prompt])
     expected = loss_by_hand(model, prompt, right_answer, scale=1.0)
@@ -290,7 +263,6 @@ def run_sweep(model: Path, data: Path, output_dir: Path) -> tuple[pd.DataFrame, 
     main([str(option) for option in options])
 
     rows = pd.read_csv(output_dir / "sweep.csv")
-    rows = rows.fillna({"control": OWN_PICTURE})  # `OWN_PICTURE` is an empty text, which pandas reads as NaN
     page = (output_dir / "report.html").read_text()
     assert (output_dir / "figures/sweep.png").exists()
     return rows, page
@@ -302,12 +274,14 @@ def test_the_command_with_rows_that_have_answers(
     monkeypatch.setattr("normllava.tokens.SINK_FACTOR", 1.01)  # so that some image tokens are sinks
     rows, page = run_sweep(make_model_folder(), data, tmp_path / "report")
 
-    assert set(rows["control"]) == {OWN_PICTURE, BLANK_PICTURE, OTHER_PICTURE}
     assert {"named", "attention_update", "mlp_update"} <= set(rows["measure"])
+    # Two of the three answers are "A".
+    assert rows.query("measure == 'guessing'")["value"].tolist() == pytest.approx([2 / 3] * 3)
 
-    # Sinks count neither for `length` nor for `norm`.
+    # Sinks count neither for `length` nor for the report's `norm`.
     length = rows.query("measure == 'length'")["value"].mean()
-    norms = rows.query("measure == 'norm' and layer == 0 and dose == 1").groupby("modality")["value"].mean()
+    measured = pd.read_csv(tmp_path / "report" / "rows.csv")
+    norms = measured.query("measure == 'norm' and layer == 0").groupby("modality")["value"].mean()
     assert length == pytest.approx(norms["image"] / norms["text"])
 
     summary_of_page = page.split("<h2>Other norms")[0]  # before the first chapter
@@ -327,7 +301,6 @@ def test_the_command_with_pictures_and_a_model_without_a_norm_before_its_mlp(
     monkeypatch.setattr(hooks, "MLP_NORMS", ())
     rows, page = run_sweep(make_model_folder(), pictures, tmp_path / "report")
 
-    assert set(rows["control"]) == {OWN_PICTURE}
     assert {"named", "attention_update", "mlp_update"}.isdisjoint(rows["measure"])
     assert "attention and MLP add was not told apart" in page
     assert "Answers that change: " in page

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from normllava.diagnostics.report import tell_sweep
-from normllava.diagnostics.scaling import OWN_PICTURE
 from normllava.diagnostics.table import Estimate, make_rows, summaries_by_dose
 from normllava.diagnostics.verdict import (
     KEPT_BY_EPS,
@@ -39,7 +38,8 @@ ZERO = np.zeros(3)
 def sweep_rows(
     changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True
 ) -> pd.DataFrame:
-    """Rows of a sweep of three pictures. At dose 1, the share of right answers is 0.5, and the loss is 2.
+    """Rows of a sweep of three pictures. At dose 1, the share of right answers is 0.5, and the loss is 2. Guessing
+    gets 0.25.
 
     Args:
         changes: For each dose but 1, the change of the share of right answers of each picture. The loss of the right
@@ -50,17 +50,19 @@ def sweep_rows(
     """
     rows = []
     for dose, change in {1.0: ZERO, **changes}.items():
-        values_by_measure = {"kl": np.ones(3), "changed": np.array([0.0, 1.0, 1.0])}
+        values_by_measure = {"changed": np.array([0.0, 1.0, 1.0])}
         if answers != "no":
             values_by_measure |= {"loss": 2 - change, "loss_change": -change}
         if answers == "several":  # `named` is the share of right answers
             values_by_measure |= {"named": 0.5 + change, "named_change": change}
+        if dose == 1 and answers == "several":
+            values_by_measure |= {"guessing": np.full(3, 0.25)}
         if dose == 1:  # `length` is the norm of image tokens over the norm of text tokens
             values_by_measure |= {"length": np.ones(3), "eps": np.zeros(3)}
         if dose == 1 and updates_are_known:
             values_by_measure |= {"attention_update": 2 * np.ones(3), "mlp_update": 3 * np.ones(3)}
         for measure, values in values_by_measure.items():
-            rows.append(make_rows(measure, values).assign(dose=dose, control=OWN_PICTURE))
+            rows.append(make_rows(measure, values).assign(dose=dose))
     return pd.concat(rows)
 
 
@@ -107,7 +109,22 @@ def test_answers_to_a_single_picture_judge_nothing() -> None:
 
 
 def test_a_dose_that_helps_counts_more_than_doses_that_harm() -> None:
-    assert choose_advice({0.3: Change.WORSE, 3.0: Change.BETTER}) == Advice.TRY_ANOTHER_NORM
+    changes = {0.3: Change.WORSE, 3.0: Change.BETTER}
+    for as_it_is in (Estimate(0.5, 0.4, 0.6), Estimate(0.2, 0.1, 0.3)):  # guessing gets 0.2
+        assert choose_advice(changes, as_it_is, guessing=0.2) == Advice.TRY_ANOTHER_NORM
+
+
+@pytest.mark.parametrize(
+    ("as_it_is", "advice"),
+    [
+        pytest.param(Estimate(1.0, 1.0, 1.0), Advice.ASK_HARDER, id="all right"),
+        pytest.param(Estimate(0.9, 0.8, 1.0), Advice.LEAVE, id="nearly all right"),
+        pytest.param(Estimate(0.3, 0.21, 0.4), Advice.LEAVE, id="above guessing"),
+        pytest.param(Estimate(0.3, 0.2, 0.4), Advice.TRAIN_FIRST, id="perhaps guessing"),
+    ],
+)
+def test_where_no_norm_can_be_better_the_advice_says_why(as_it_is: Estimate, advice: Advice) -> None:
+    assert choose_advice({3.0: Change.WORSE}, as_it_is, guessing=0.2) == advice
 
 
 def test_the_best_dose_is_one_that_is_clearly_better() -> None:
@@ -225,14 +242,14 @@ def sweep_lines(changes: dict[float, np.ndarray], answers: str = "several") -> l
 
 def test_right_answers_that_become_fewer_are_told() -> None:
     assert sweep_lines({0.3: -CLEAR, 3.0: ZERO}) == [
-        "Right answers: 50% as it is; 20% at × 0.3, clearly worse; 50% at × 3, no change.",
+        "Right answers: 50% as it is (guessing: 25%); 20% at × 0.3, clearly worse; 50% at × 3, no change.",
         "What to do: leave the norm as it is. No norm tried (0.3 to 3 times) gives clearly more right answers.",
     ]
 
 
 def test_two_doses_that_do_the_same_are_told_together() -> None:
     answers, _ = sweep_lines({0.3: UNCLEAR, 3.0: -UNCLEAR})
-    assert answers == "Right answers: 50% as it is; 67% at × 0.3 and 33% at × 3, no clear change."
+    assert answers == "Right answers: 50% as it is (guessing: 25%); 67% at × 0.3 and 33% at × 3, no clear change."
 
 
 def test_a_dose_that_helps_is_told_with_a_warning() -> None:
@@ -255,7 +272,8 @@ def test_where_nothing_is_clear_more_pictures_may_tell() -> None:
 def test_without_a_choice_of_answers_the_loss_is_told() -> None:
     answers, advice = sweep_lines({0.3: -CLEAR, 3.0: CLEAR}, answers="one")
     assert answers == (
-        "Loss of the right answer: 2 as it is; 2.3 at × 0.3, clearly worse; 1.7 at × 3, clearly better."
+        "Loss of the right answer (no two rows give one question different answers): 2 as it is; 2.3 at × 0.3, "
+        "clearly worse; 1.7 at × 3, clearly better."
     )
     assert "by 3, and ask other questions: the model has a clearly smaller loss there, 1.7, and of 2" in advice
 
@@ -272,4 +290,4 @@ def test_pictures_without_a_choice_of_answers_are_counted() -> None:
     rows = sweep_rows({0.3: -CLEAR, 3.0: -CLEAR})
     is_share = rows["measure"].isin(["named", "named_change"])
     answers, _ = tell_sweep(rows[~(is_share & (rows["picture"] == 2))])
-    assert answers.startswith("Of 2 pictures whose answers could be judged (3 were asked about), 50% right as it is; ")
+    assert answers.startswith("Of 2 pictures whose answers could be judged (3 were asked about), 50% right as it is (")

@@ -1,12 +1,11 @@
-"""Compares the training speed of our command and of TRL's SFTTrainer, on a real model, with a bare PyTorch loop.
+"""Compares our command's and TRL's SFTTrainer's speed on a CPU, on a real model, with a bare PyTorch loop.
 
     make emoji                  # makes the model and the rows that are taken by default
-    python -m benchmarks.real   # on a GPU: --device cuda
+    python -m benchmarks.real
 
 After each step of a trainer, the bare loop takes a step on the same batch, so that other load on the machine slows
 both. The trainer's time includes making the batch, and the loop's time doesn't. TRL trains plain Llava with the same
-weights, uses the chat format in both stages, and can't pack rows with pictures. On a GPU, and with `--alone`, the loop
-is left out, so that the trainer has all memory.
+weights, uses the chat format in both stages, and can't pack rows with pictures. `benchmarks.gpu` measures on a GPU.
 
 In the table, `ratio` is the trainer's time over the loop's time. `share_of_peak` is the trainer's speed over the peak,
 and `bare_share` is the loop's speed over the peak. The peak is the speed of a matrix product with the language model's
@@ -43,7 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, LlavaForConditionalGeneration, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.bare_step import take_step, to_device
+from benchmarks.bare_step import take_step
 from benchmarks.trl_rows import trl_dataset
 from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.errors import UserError
@@ -57,17 +56,15 @@ ARMS = ("ours, padded", "ours, packed", "TRL, padded")
 # The printed table has a column of arms and these columns of figures. Widths are in characters.
 ARM_WIDTH = 24
 FIGURE_WIDTH = 18
-COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share", "memory_gib")
+COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share")
 Report = dict[str, Any]  # an arm's stage, name and figures
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = argparse.ArgumentParser(description="Compare training speed with a bare loop and plain TRL.")
+    parser = argparse.ArgumentParser(description="Compare training speed on a CPU with a bare loop and plain TRL.")
     add = parser.add_argument
-    add("--alone", action="store_true", help="leave out the bare loop, as is always done on a GPU")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--output", type=Path, help="JSON file of the figures; benchmarks/results/real_<device>.json by default")
+    add("--output", type=Path, default=Path("benchmarks/results/real_cpu.json"), help="JSON file of the figures")
     add("--model", type=Path, default=Path("runs/emoji/aligned"), help="folder of a NormLlava")
     add("--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of its rows")
     add("--steps", type=int, default=6, help="steps of each run, the first not timed")
@@ -81,20 +78,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = parse(build_parser(), argv)
     require_files(options)
-    # Only one GPU stays visible, because the trainers would use all visible GPUs.
-    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[0]
-    if options.device == "cuda":
-        options.alone = True  # beside the loop's model, the trainer would have less memory
-    output = options.output or Path(f"benchmarks/results/real_{options.device}.json")
-
     results = describe_run(options)
     sys.stdout.write(render_header() + "\n")
     for stage, arm in itertools.product(ROW_FILES, ARMS):
         report = measure(options, stage, arm)
         results["arms"].append(report)
         sys.stdout.write(render_report(report) + "\n")
-        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def require_files(options: argparse.Namespace) -> None:
@@ -113,7 +103,7 @@ def describe_run(options: argparse.Namespace) -> dict[str, Any]:
     """The content of the file of results before the first arm: what all arms share, and an empty list of reports."""
     return {
         "settings": {name: str(value) for name, value in vars(options).items()},
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
+        "device": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],  # the machine's mean load in the last minute
@@ -131,46 +121,27 @@ def render_header() -> str:
 def render_report(report: Report) -> str:
     """An arm's line of the printed table."""
     line = f"{report['stage']}: {report['arm']}".ljust(ARM_WIDTH)
-    if "out_of_memory" in report:
-        return line + report["out_of_memory"]
     for name in COLUMNS:
-        cell = f"{report[name]:.3f}" if name in report else ""
-        line += cell.rjust(FIGURE_WIDTH)
+        line += f"{report[name]:.3f}".rjust(FIGURE_WIDTH)
     return line
 
 
 def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
-    """Train an arm, and return its report. If the arm runs out of memory, the error takes the place of figures."""
-    free_earlier_trainer()
+    """Train an arm, and return its report."""
+    gc.collect()  # a trainer refers to itself, so only this frees the trainer of the arm before
     all_rows = json.loads((options.data / ROW_FILES[stage]).read_text(encoding="utf-8"))
     rows = random.Random(42).sample(all_rows, options.steps * options.batch_size)
     is_packed = arm == "ours, packed"
     attention = options.attention if is_packed else "sdpa"
-    # The loop also times the trainer's steps. With `alone` it does nothing else.
-    loop = BareLoop(options.model, attention=attention, alone=options.alone)
+    loop = BareLoop(options.model, attention=attention)
 
     with tempfile.TemporaryDirectory() as folder, called_by_all_trainers(loop):
-        try:
-            if arm == "TRL, padded":
-                train_trl(stage, rows, options, Path(folder))
-            else:
-                train_ours(stage, rows, options, Path(folder), is_packed)
-        except torch.OutOfMemoryError as error:
-            first_sentence = str(error).split(". ")[0]
-            return {"stage": stage, "arm": arm, "out_of_memory": first_sentence}
+        if arm == "TRL, padded":
+            train_trl(stage, rows, options, Path(folder))
+        else:
+            train_ours(stage, rows, options, Path(folder), is_packed)
 
-    report = {"stage": stage, "arm": arm, **report_trainer(loop, options.steps)}
-    if not options.alone:
-        report |= report_loop(loop, options.steps)
-    return report
-
-
-def free_earlier_trainer() -> None:
-    """Free the memory of the arm before, and forget the peak of memory."""
-    gc.collect()  # a trainer refers to itself, so only this frees the trainer
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    return {"stage": stage, "arm": arm, **report_trainer(loop), **report_loop(loop)}
 
 
 @contextmanager
@@ -185,7 +156,6 @@ def called_by_all_trainers(callback: TrainerCallback) -> Iterator[None]:
 
 def common_fields(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The fields of the config that TRL's trainer and ours have in common."""
-    on_gpu = options.device == "cuda"
     return {
         "output_dir": str(folder / "run"),
         "max_steps": options.steps,
@@ -193,9 +163,9 @@ def common_fields(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
-        "bf16": on_gpu,
-        "use_cpu": not on_gpu,
-        "gradient_checkpointing": on_gpu,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -259,13 +229,11 @@ class BareLoop(TrainerCallback):
     Args:
         model_folder: Folder of the model.
         attention: Attention of the loop's decoder.
-        alone: Whether only the trainer's steps are timed, and the loop takes none.
     """
 
-    def __init__(self, model_folder: Path, attention: str, alone: bool) -> None:
+    def __init__(self, model_folder: Path, attention: str) -> None:
         self.model_folder = model_folder
         self.attention = attention
-        self.alone = alone
         self.losses: list[float] = []
         # The time at which training began. Then two times for each step: when the trainer ended its step, and when the
         # loop ended its step on the same batch.
@@ -277,17 +245,16 @@ class BareLoop(TrainerCallback):
         Raises:
             UserError: if the trainer's steps have several batches, since the loop's steps have one.
         """
-        if not self.alone and args.gradient_accumulation_steps != 1:
+        if args.gradient_accumulation_steps != 1:
             raise UserError(
                 f"The rows of a step fill {args.gradient_accumulation_steps} batches, and the loop beside the trainer "
-                "takes one. Lower --batch_size, or give --alone."
+                "takes one. Lower --batch_size."
             )
         loader = kwargs["train_dataloader"]
-        # accelerate's loader would put all batches on the GPU. The `base_dataloader` inside leaves them on the CPU.
+        # accelerate's loader counts how often it is read, and begins another epoch. The loader inside doesn't.
         self.batches = list(getattr(loader, "base_dataloader", loader))
         self.args = args
-        if not self.alone:
-            self.load_model(dict(kwargs["model"].named_parameters()))
+        self.load_model(dict(kwargs["model"].named_parameters()))
         self.read_clock()
 
     def load_model(self, trainer_parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -299,7 +266,7 @@ class BareLoop(TrainerCallback):
         model = NormLlavaForConditionalGeneration.from_pretrained(
             self.model_folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
         )
-        self.model = model.to(self.args.device).train()
+        self.model = model.train()
         for name, parameter in self.model.named_parameters():
             if name in trainer_parameters:  # TRL's plain Llava lacks the norm, which the loop trains all the same
                 parameter.requires_grad_(trainer_parameters[name].requires_grad)
@@ -311,20 +278,17 @@ class BareLoop(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the loop's step. What the trainer does afterwards is timed as part of the trainer's next step."""
         self.read_clock()
-        if not self.alone:
-            # A step has one batch: `on_train_begin` refuses several. `global_step` counts from 1.
-            inputs = to_device(self.batches[state.global_step - 1], args.device)
-            is_first_step = state.global_step == 1
-            if is_first_step:
-                self.count_flops(inputs)  # counting is slow, but the first step is not timed
-            else:
-                self.take_step(inputs)
+        # A step has one batch: `on_train_begin` refuses several. `global_step` counts from 1.
+        inputs = self.batches[state.global_step - 1]
+        is_first_step = state.global_step == 1
+        if is_first_step:
+            self.count_flops(inputs)  # counting is slow, but the first step is not timed
+        else:
+            self.take_step(inputs)
         self.read_clock()
 
     def read_clock(self) -> None:
-        """Record the time at which the device has done its work."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        """Record the time."""
         self.clock_readings.append(perf_counter())
 
     def take_step(self, inputs: dict[str, Any]) -> None:
@@ -339,9 +303,8 @@ class BareLoop(TrainerCallback):
         self.flops_per_token = counter.get_total_flops() / inputs["input_ids"].numel()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the trainer's mean loss and peak memory. The model is saved afterwards, so saving doesn't count."""
+        """Keep the trainer's mean loss."""
         self.trainer_loss = state.log_history[-1]["train_loss"]
-        self.peak_memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
     def step_seconds(self) -> torch.Tensor:
         """The seconds of the trainer and of the loop in each step but the first, `[steps - 1, 2]`."""
@@ -349,21 +312,19 @@ class BareLoop(TrainerCallback):
         seconds_by_step = seconds.unflatten(0, (-1, 2))  # [steps, 2]
         return seconds_by_step[1:]
 
-    def timed_batches(self, steps: int) -> list[dict[str, Any]]:
-        """The batches of all steps but the first."""
-        # All steps have the same number of batches: one, or several if a step's rows don't fit into one packed row.
-        batches_per_step = len(self.batches) // steps
-        return self.batches[batches_per_step:]
+    def timed_batches(self) -> list[dict[str, Any]]:
+        """The batches of all steps but the first. A step has one batch."""
+        return self.batches[1:]
 
 
-def report_trainer(loop: BareLoop, steps: int) -> Report:
+def report_trainer(loop: BareLoop) -> Report:
     """The trainer's figures. Times are medians over all steps but the first."""
     step_seconds = loop.step_seconds()
     trainer_seconds = median(step_seconds[:, 0])  # the loop's seconds are in the other column
 
     computed_tokens = 0
     padding_tokens = 0
-    for batch in loop.timed_batches(steps):
+    for batch in loop.timed_batches():
         computed_tokens += batch["input_ids"].numel()
         if "attention_mask" in batch:  # a packed batch has no mask, and no padding
             padding_tokens += int((batch["attention_mask"] == 0).sum())
@@ -375,25 +336,24 @@ def report_trainer(loop: BareLoop, steps: int) -> Report:
         "loss": loop.trainer_loss,
         "tokens_per_second": unpadded_per_step / trainer_seconds,
         "padding_share": padding_tokens / computed_tokens,
-        "memory_gib": loop.peak_memory / 2**30,
         "steps": step_seconds.tolist(),
     }
 
 
-def report_loop(loop: BareLoop, steps: int) -> Report:
+def report_loop(loop: BareLoop) -> Report:
     """The bare loop's figures, and the trainer's figures that are relative to the loop or to the peak."""
     trainer_steps, loop_steps = loop.step_seconds().unbind(1)
     trainer_seconds = median(trainer_steps)
     bare_seconds = median(loop_steps)
 
-    computed_tokens = sum(batch["input_ids"].numel() for batch in loop.timed_batches(steps))
+    computed_tokens = sum(batch["input_ids"].numel() for batch in loop.timed_batches())
     computed_per_step = computed_tokens // len(loop_steps)
     flops_per_step = loop.flops_per_token * computed_per_step
     seconds_at_peak = flops_per_step / measure_peak(loop.model, computed_per_step)
     return {
         "bare_seconds": bare_seconds,
         "ratio": median(trainer_steps / loop_steps),
-        "bare_loss": sum(loop.losses) / steps,
+        "bare_loss": sum(loop.losses) / len(loop.losses),
         "share_of_peak": seconds_at_peak / trainer_seconds,
         "bare_share": seconds_at_peak / bare_seconds,
     }

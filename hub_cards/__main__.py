@@ -8,18 +8,16 @@ python -m hub_cards verify me/Llama-NormLlava-3B --revision v1.0
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from normllava.command_line import command, parse
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import httpx  # the HTTP library whose errors the Hub's client raises
 
 from hub_cards.build import BuildOptions, build_or_take
 from hub_cards.check import require_no_faults
+from hub_cards.hub_errors import hub_errors
 from hub_cards.llama_cpp import export
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
@@ -134,31 +132,14 @@ def run_verify(args: argparse.Namespace) -> None:
     Raises:
         UserError: if the release has problems. The message lists all problems.
     """
-    with hub_errors("The release can't be downloaded"):
-        verdict = verify_release(args.repo_id, args.revision, args.stage)
+    verdict = verify_release(args.repo_id, args.revision, args.stage)
 
     logger.info("%d files downloaded into an empty cache.", verdict.num_files)
     logger.info("The card's snippet printed: %s", verdict.printed)
     if verdict.problems:
-        lines = [*verdict.problems, f"NOT verified: {args.repo_id}"]
+        lines = [*verdict.problems, *verdict.left_out, f"NOT verified: {args.repo_id}"]
         raise UserError("\n".join(lines))
-    logger.info("Verified: %s at %s", args.repo_id, args.revision)
-
-
-@contextmanager
-def hub_errors(message: str) -> Iterator[None]:
-    """In the body of a `with`, turn errors of the Hub's client into a `UserError`.
-
-    Among these errors are `RuntimeError`, for an upload that fails, and `HFValidationError`, for a name that no
-    repository can have.
-
-    Args:
-        message: The beginning of the `UserError`'s message. The client's own message follows.
-    """
-    try:
-        yield
-    except (httpx.HTTPError, ConnectionError, RuntimeError, HFValidationError) as error:
-        raise UserError(f"{message}: {error}") from error
+    logger.info("\n".join([f"Verified: {args.repo_id} at {args.revision}", *verdict.left_out]))
 
 
 if __name__ == "__main__":

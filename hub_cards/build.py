@@ -390,9 +390,6 @@ def copy_picture(source: Path, target: Path) -> None:
 def save_picture(picture: Image.Image, path: Path) -> None:
     """Save a picture without its metadata, which can name places and people."""
     path.parent.mkdir(exist_ok=True)
-    # In mode "P", pixels are indices into a palette, and `tobytes` leaves out the palette.
-    if picture.mode == "P":
-        picture = picture.convert("RGBA")
     without_metadata = Image.frombytes(picture.mode, picture.size, picture.tobytes())
     without_metadata.save(path)
 

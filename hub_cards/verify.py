@@ -12,7 +12,9 @@ from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from hub_cards.contents import CARD_FILE, is_bytecode
+from hub_cards.hub_errors import hub_errors
 from hub_cards.llama_cpp import find_problems
+from hub_cards.llama_cpp_files import ASKING_PACKAGE, require_packages
 from hub_cards.push import HUB_FILES
 from hub_cards.release import read_release
 from normllava.errors import UserError
@@ -36,11 +38,13 @@ class Verdict:
         num_files: Number of downloaded files that were compared with the Hub's hashes.
         printed: What the card's snippets printed.
         problems: What is wrong with the release; empty if nothing is.
+        left_out: What was not verified, and why; empty if all was.
     """
 
     num_files: int
     printed: str
     problems: list[str]
+    left_out: list[str]
 
 
 def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> Verdict:
@@ -52,9 +56,8 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
         folder: The release folder that was pushed, to compare it with the repository; `None` for no such comparison.
 
     Raises:
-        UserError: if the repository can't be read without a token and there is no token, if the card has no snippet,
-            or if the folder was built for another repository or tag. Other errors of the Hub's client, such as for an
-            unknown tag, are raised as they are.
+        UserError: if the release can't be downloaded, if the card has no snippet, or if the folder was built for
+            another repository or tag.
     """
     if folder is not None:
         require_same_release(folder, repo_id, revision)
@@ -62,23 +65,33 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
     with tempfile.TemporaryDirectory() as home:
         # The snippets run with `home` as HF_HOME. There, the Hub's client looks for downloads in the folder `hub`.
         cache = Path(home) / "hub"
-        snapshot, token = download_release(repo_id, revision, cache)
+        with hub_errors("The release can't be downloaded"):
+            snapshot, token = download_release(repo_id, revision, cache)
 
-        api = HfApi(token=token)
-        comparison = api.verify_repo_checksums(repo_id, revision=revision, cache_dir=cache)
-        problems = [f"{entry['path']}: was downloaded with another hash" for entry in comparison.mismatches]
+            api = HfApi(token=token)
+            comparison = api.verify_repo_checksums(repo_id, revision=revision, cache_dir=cache)
+            problems = [f"{entry['path']}: was downloaded with another hash" for entry in comparison.mismatches]
 
-        if folder is not None:
-            problems += compare_with_folder(repo_id, revision, folder, api)
+            if folder is not None:
+                problems += compare_with_folder(repo_id, revision, folder, api)
 
         completed = run_snippets(snapshot / CARD_FILE, Path(home), token)
         if completed.returncode != 0:
             problems.append(f"the card's snippet fails: {describe_failure(completed)}")
-        problems += find_problems(snapshot)  # of files for llama.cpp
+
+        left_out = []
+        if any(snapshot.glob("*.gguf")):
+            try:
+                require_packages(ASKING_PACKAGE)
+            except UserError as error:
+                left_out.append(f"llama.cpp files were not compared: {error}")
+            else:
+                problems += find_problems(snapshot)
         return Verdict(
             num_files=comparison.checked_count,
             printed=completed.stdout.strip(),
             problems=problems,
+            left_out=left_out,
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.bare_step import take_step, to_device
 from benchmarks.gpu.recorder import StepRecorder, TrainingMeasured
 from training.modules.attention import unread_mask
-from training.modules.compiling import compile_modules, compiled_modules
+from training.modules.compiling import compile_modules, modules_to_compile
 from training.modules.stages import base_model
 
 
@@ -28,7 +28,7 @@ class BareLoop(StepRecorder):
     ) -> None:
         """Train by the loop, keep the figures, and end the training."""
         base = base_model(model)  # the model inside a `PeftModel`
-        compile_modules(compiled_modules(base), self.compile_backend)
+        compile_modules(modules_to_compile(base), self.compile_backend)
 
         passes_per_step = args.gradient_accumulation_steps
         num_batches = passes_per_step * args.max_steps

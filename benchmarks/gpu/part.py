@@ -71,17 +71,21 @@ def measure_part(
             commit=commit,
             packages=environment.packages,
             settings=arm.settings,
-            beside=arm.compared_with,  # the file of results keeps this name
+            compared_with=arm.compared_with,
             figures=outcome.figures,
             error=outcome.error,
         )
         append_line(results, line)
 
+    failed: set[str] = set()
     if first_arm_died and missing_arms:
-        first_arm = missing_arms.pop(0)
+        first_arm = missing_arms[0]
         write_line(first_arm, Outcome(error="Measuring this arm ended the process."))
+        failed.add(first_arm.name)
 
     for arm in missing_arms:
+        if arm.name in failed:  # in an earlier round of the repeats
+            continue
         logger.info("%s: %s ...", part, arm.name)
         started = time.monotonic()
         outcome = measure_arm(arm)
@@ -90,8 +94,10 @@ def measure_part(
         seconds = time.monotonic() - started
         figures_or_error = outcome.figures if outcome.error is None else outcome.error
         logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, figures_or_error)
-        if outcome.error is not None and device.type == "cuda":
-            torch.cuda.synchronize()  # raises again if the device itself has failed
+        if outcome.error is not None:
+            failed.add(arm.name)
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # raises again if the device itself has failed
 
 
 def list_missing(arms: Sequence[Arm], lines: Sequence[Line], repeats: int) -> list[Arm]:

@@ -35,7 +35,7 @@ class Line:
     packages: dict[str, str]
     """The versions of packages, by name."""
     settings: dict[str, Any]
-    beside: str | None = None
+    compared_with: str | None = None
     """Name of the arm that the table compares this arm with."""
     figures: Figures | None = None
     error: str | None = None

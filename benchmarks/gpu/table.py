@@ -19,7 +19,7 @@ class Column(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A column with the ratio of an arm's figure to the same figure of the arm that the line's `beside` names."""
+    """A column with the ratio of an arm's figure to the same figure of the arm in the line's `compared_with`."""
 
     heading: str
     figure: str
@@ -124,7 +124,7 @@ def render_part(part: str, lines: list[Line]) -> str:
             continue
         cells = [render_cell(figures_by_arm[arm], column) for column in columns]
         if comparison is not None:
-            cells += render_comparison(arm_lines[-1], figures_by_arm, comparison.figure)
+            cells += render_comparison(arm_lines[-1], newest_commits, figures_by_arm, comparison.figure)
         rows.append([arm, *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -149,19 +149,22 @@ def render_cell(repeats: list[Figures], column: Column) -> str:
     return f"{text} ({min(values):{column.number_format}} to {max(values):{column.number_format}})"
 
 
-def render_comparison(line: Line, figures_by_arm: dict[str, list[Figures]], figure: str) -> list[str]:
+def render_comparison(
+    line: Line, commits: dict[str, str | None], figures_by_arm: dict[str, list[Figures]], figure: str
+) -> list[str]:
     """Two cells: the ratio of an arm's figure to the other arm's, medians of repeats, and the other arm's name.
 
     Args:
-        line: The arm's line. Its `beside` names the other arm.
+        line: The arm's line. Its `compared_with` names the other arm.
+        commits: The commit that each arm's figures are of, by the arm's name.
         figures_by_arm: The figures of all arms' repeats, by the arm's name.
         figure: The name of the compared figure.
 
     Returns:
-        Two empty cells if the line names no other arm, or if the other arm has no figures.
+        Two empty cells if the line names no other arm, or if the other arm has no figures of the line's commit.
     """
-    other_arm = line.beside
-    if other_arm is None or other_arm not in figures_by_arm:
+    other_arm = line.compared_with
+    if other_arm is None or other_arm not in figures_by_arm or commits[other_arm] != line.commit:
         return ["", ""]
     value, other_value = (median(figures[figure] for figures in figures_by_arm[arm]) for arm in (line.arm, other_arm))
     return [f"{value / other_value:.2f}", other_arm]

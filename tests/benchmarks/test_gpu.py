@@ -282,8 +282,8 @@ def test_the_table_compares_an_arm_with_the_arm_that_its_line_names(tmp_path: Pa
     lines = [
         make_line("ceilings", "product", figures={"best_tflops": 800.0, "median_tflops": 700.0}),
         make_line("large", "TRL", figures={"tokens_per_second": 1000, **shared_figures}),
-        make_line("large", "ours", figures={"tokens_per_second": 1500, **shared_figures}, beside="TRL"),
-        make_line("large", "compiled", error="ValueError: refused\nand more", beside="ours"),
+        make_line("large", "ours", figures={"tokens_per_second": 1500, **shared_figures}, compared_with="TRL"),
+        make_line("large", "compiled", error="ValueError: refused\nand more", compared_with="ours"),
         make_line("large", "died without a message", error=""),  # an empty error is an error too
     ]
     for line in lines:
@@ -295,6 +295,16 @@ def test_the_table_compares_an_arm_with_the_arm_that_its_line_names(tmp_path: Pa
     assert "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 2.0000 | 0 | 20.00 | 1.50 | TRL |" in table
     assert "| compiled | ValueError: refused |" in table
     assert "| died without a message |  |" in table
+
+
+def test_figures_of_different_commits_are_not_compared(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_line(results, make_line("norm", "a", commit="old", figures={"microseconds": 1.0}))
+    append_line(results, make_line("norm", "b", commit="new", figures={"microseconds": 2.0}, compared_with="a"))
+    assert "| b | 2.0 |  |  |" in render(results)
+
+    append_line(results, make_line("norm", "a", commit="new", figures={"microseconds": 4.0}))
+    assert "| b | 2.0 | 0.50 | a |" in render(results)
 
 
 @pytest.mark.parametrize("make_arms", [large.packed_arms, large.full_arms, large.quantized_arms])
@@ -336,6 +346,21 @@ def test_repeats_are_measured_in_turns_and_their_median_is_shown(
     table = render(results)
     assert "| a | 2.0 (1.0 to 3.0) |" in table
     assert "| b | 20.0 (10.0 to 30.0) | 10.00 | a |" in table
+
+
+def test_an_arm_that_fails_is_not_measured_again_for_its_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> dict[str, Any]:
+        return {"speed": 1.0}
+
+    def fail() -> dict[str, Any]:
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(part, "make_arms", lambda *_: [Arm("died", run), Arm("fails", fail), Arm("runs", run)])
+    results = tmp_path / "results.jsonl"
+    part.measure_part("norm", CPU, results, tmp_path, commit="abc", first_arm_died=True, repeats=2)
+    assert [line.arm for line in read_lines(results)] == ["died", "fails", "runs", "runs"]
 
 
 def test_kernels_that_run_at_the_same_time_count_once() -> None:

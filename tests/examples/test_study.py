@@ -1,15 +1,18 @@
 """The study's plan of runs, its file of records, and its statistics, which are compared with formulas on paper."""
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from examples.emoji.study import __main__ as study
 from examples.emoji.study import records as study_records
+from examples.emoji.study import run as study_run
 from examples.emoji.study.analysis import Comparison, compare_arms, compare_by_seed, interaction_p, tabulate_scores
 from examples.emoji.study.cells import (
     FAST_SEEDS,
@@ -26,7 +29,7 @@ from examples.emoji.study.cells import (
     seeds_left,
     whole_seeds,
 )
-from examples.emoji.study.records import append_line, read_log
+from examples.emoji.study.records import STUDY_COMMIT, append_line, read_log
 
 
 CPU = Machine("a CPU", "bfloat16")
@@ -43,7 +46,8 @@ def make_record(arm: Arm, seed: int, percent: float = 30.0, machine: Machine = C
     return {
         "arm": arm.value,
         "seed": seed,
-        "commit": "0123",
+        "ended": "2026-11-28T10:00:00+00:00",
+        "commit": STUDY_COMMIT,
         **machine._asdict(),
         "failed": False,
         "data": "rows",  # stands for the fingerprint of the rows that the run was trained on
@@ -329,12 +333,43 @@ def test_runs_that_were_trained_on_different_rows_are_refused(tmp_path: Path) ->
     assert len(read_log(path).runs) == 2
 
 
-def test_a_whole_seed_of_two_commits_is_refused(tmp_path: Path) -> None:
+def test_runs_count_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
+    """The lines of a machine that was done first were copied in behind those of the other."""
+    path = tmp_path / "records.jsonl"
+    second = make_seeds([101], CPU)
+    first = [run | {"ended": "2026-11-28T09:00:00+00:00"} for run in make_seeds([101], GPU)]
+    write_records(path, [*second, *first])
+    log = read_log(path)
+    assert log.runs == [*first, *second]
+    assert whole_seeds(log.runs) == {101: GPU}
+
+
+def test_a_run_of_another_commit_is_refused_but_not_a_whole_hash(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     *others, last = make_seeds([101])
-    write_records(path, [*others, last | {"commit": "4567"}])
-    with pytest.raises(ValueError, match="runs of seed 101 by different commits"):
-        read_log(path)
+    whole_hash = STUDY_COMMIT + 33 * "0"
+    write_records(path, [*others, last | {"commit": whole_hash}])
+    assert list(whole_seeds(read_log(path).runs)) == [101]
+
+    # Also if no seed is whole, and if all of a seed's runs are of the other commit.
+    for records in ([last | {"commit": "4567"}], [run | {"commit": "4567"} for run in make_seeds([101])]):
+        write_records(path, records)
+        with pytest.raises(ValueError, match="are of commit 28e4395, not of 4567"):
+            read_log(path)
+
+
+def test_runs_of_another_commit_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "current_commit", lambda: "4567")
+    monkeypatch.setattr("sys.argv", ["study", "--records", str(tmp_path / "records.jsonl")])
+    with pytest.raises(SystemExit, match="are of commit 28e4395, not of 4567"):
+        study.main()
+
+
+def test_the_report_needs_no_file_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(study_run, "CPU_INFO", Path("/nowhere"))
+    monkeypatch.setattr(platform, "processor", lambda: "arm")
+    assert study_run.processor_name() == f"arm, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def test_the_study_cannot_end_by_crashes_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
-from hub_cards.build import BuildOptions, build_release, save_picture
+from hub_cards.build import BuildOptions, build_release
 from hub_cards.card import Prose
 from hub_cards.check import find_faults
 from hub_cards.contents import list_release
@@ -262,13 +262,6 @@ def test_the_picture_of_an_example_loses_its_metadata(
     with Image.open(tmp_path / "release" / "images" / "example1.png") as picture:
         assert picture.info == {}
         assert picture.size == (30, 20)
-
-
-def test_a_picture_with_a_palette_keeps_its_colours(tmp_path: Path) -> None:
-    picture = Image.new("RGB", (4, 4), (200, 20, 90))
-    save_picture(picture.quantize(), tmp_path / "copy.png")
-    with Image.open(tmp_path / "copy.png") as copy:
-        assert copy.convert("RGB").tobytes() == picture.tobytes()
 
 
 def test_commands_on_the_card_are_not_escaped(run: Path, build_card: Callable[..., str]) -> None:

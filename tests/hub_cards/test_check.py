@@ -127,6 +127,13 @@ def test_a_release_has_no_faults(release: Path) -> None:
     assert find_faults(release) == []
 
 
+def test_urls_are_no_paths_of_the_home_folder(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container without a user, the home folder is "/"."""
+    assert "https://" in (release / README).read_text()
+    monkeypatch.setenv("HOME", "/")
+    assert find_faults(release) == []
+
+
 def test_a_build_lists_all_faults_and_leaves_no_folder(trained_run: Path, prose: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained_run, tmp_path / "run")
     planted_faults = ("no lm_head", "NaN")

@@ -1,5 +1,6 @@
 """Files for llama.cpp: what can't run there is refused, and what runs answers as transformers does."""
 
+import json
 import math
 import subprocess
 import sys
@@ -11,11 +12,20 @@ import pytest
 from huggingface_hub import HfApi
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    set_seed,
+)
 
+from hub_cards import llama_cpp
 from hub_cards.build import BuildOptions, build_release
-from hub_cards.llama_cpp_files import require_exportable
-from hub_cards.llama_cpp_proof import Answer, Question, compare_answers
+from hub_cards.llama_cpp import find_problem
+from hub_cards.llama_cpp_files import DTYPES, cuts_like_qwen2, require_exportable
+from hub_cards.llama_cpp_proof import Answer, Comparison, Question, compare_answers
 from hub_cards.model_folder import ModelFolder
 from hub_cards.push import push_release
 from hub_server import REPO_ID, HubServer, place_files, read_published
@@ -72,6 +82,101 @@ def test_answers_are_compared_token_by_token(there: Answer, problem: str | None)
         assert math.isclose(comparison.largest_difference, 0.001 if there.token_ids == [5, 6] else 0, abs_tol=1e-9)
 
 
+def make_comparisons(num_same: int, there: Answer) -> list[Comparison]:
+    """Eight comparisons: in the first, llama.cpp gives transformers' answer, and in the others `there`."""
+    answers = num_same * [HERE] + (8 - num_same) * [there]
+    return [compare_answers(QUESTION, HERE, answer) for answer in answers]
+
+
+OTHER_TOKEN = Answer(9, [4, 6], [-1.0, -2.0], [])
+OTHER_PROMPT = Answer(8, [5, 6], [-1.0, -2.0], [])
+FEWER_DIGITS = Answer(9, [5, 6], [-1.0, -2.03], [])
+
+
+@pytest.mark.parametrize(
+    ("num_same", "there", "refused_dtypes"),
+    [
+        (8, OTHER_TOKEN, set()),
+        (7, OTHER_TOKEN, {"f32"}),
+        (4, OTHER_TOKEN, {"f32"}),
+        (3, OTHER_TOKEN, {"f32", "f16"}),
+        (7, OTHER_PROMPT, {"f32", "f16"}),
+        (0, FEWER_DIGITS, {"f32"}),
+    ],
+)
+def test_float16_may_change_the_tokens_of_half_of_the_pictures(
+    num_same: int, there: Answer, refused_dtypes: set[str]
+) -> None:
+    comparisons = make_comparisons(num_same, there)
+    assert {dtype for dtype in DTYPES if find_problem(dtype, comparisons) is not None} == refused_dtypes
+
+
+@pytest.fixture
+def export_made_up(
+    make_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], None]:
+    """Exports to `tmp_path` with empty files, so that this many of eight pictures get the same tokens in float16."""
+
+    def write(folder: Path, path: Path, dtype: str) -> None:
+        path.touch()
+
+    def export(num_same: int) -> None:
+        def compare(folder: Path, language_model: Path, *_: object) -> list[Comparison]:
+            return make_comparisons(8 if "f32" in language_model.name else num_same, OTHER_TOKEN)
+
+        monkeypatch.setattr(llama_cpp, "compare", compare)
+        llama_cpp.export(make_model_folder(projector_norm="none"), tmp_path)
+
+    monkeypatch.setattr(llama_cpp, "require_packages", lambda *_: None)
+    monkeypatch.setattr(llama_cpp, "write_language_model", write)
+    monkeypatch.setattr(llama_cpp, "write_vision", write)
+    return export
+
+
+def test_the_card_says_how_many_pictures_get_the_same_tokens_in_float16(
+    export_made_up: Callable[[int], None], tmp_path: Path
+) -> None:
+    export_made_up(7)
+    assert len(list(tmp_path.glob("*.gguf"))) == 4
+    text = " ".join((tmp_path / "README.md").read_text().split())
+    assert "In float16, 7 of 8 pictures get the same tokens;" in text
+
+
+def test_wrong_files_of_float16_are_deleted(export_made_up: Callable[[int], None], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"f16\.gguf: llama.cpp doesn't answer as transformers does, about 8"):
+        export_made_up(0)
+    assert list(tmp_path.glob("*f16.gguf")) == []
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_files_that_llama_cpp_can_not_load_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: object) -> list[Comparison]:
+        raise UserError("llama.cpp can't load it")
+
+    monkeypatch.setattr(llama_cpp, "compare", compare)
+    for name in ("Mine-f16.gguf", "mmproj-Mine-f16.gguf"):
+        (tmp_path / name).touch()
+    assert llama_cpp.find_problems(tmp_path) == ["Mine-f16.gguf: llama.cpp can't load it"]
+
+
+@pytest.mark.parametrize("offsets", [True, False])
+def test_only_a_tokenizer_that_cuts_text_as_qwen2s_does_is_taken_for_one(tmp_path: Path, offsets: bool) -> None:
+    """A tokenizer of GPT-2's kind keeps the digits of a number together."""
+    tokenizer = train_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert cuts_like_qwen2(tmp_path)
+
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["pretokenizers"][1]["trim_offsets"] = offsets
+    path.write_text(json.dumps(content))
+    assert cuts_like_qwen2(tmp_path)
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save_pretrained(tmp_path)
+    assert not cuts_like_qwen2(tmp_path)
+
+
 # Language models with a tokenizer that merges bytes, as llama.cpp wants it.
 DECODERS = {
     "qwen3": Qwen3Config(
@@ -86,9 +191,9 @@ DECODERS = {
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A small tokenizer of ASCII text, in which no token is a part of a character."""
+    """A small tokenizer of ASCII text of Qwen2's kind, in which no token is a part of a character."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<|im_start|>", "<|im_end|>", "<|image_pad|>"])
@@ -120,8 +225,12 @@ def test_llama_cpp_answers_as_transformers_does(
 ) -> None:
     """A release gets the files, is pushed with them, and `verify` asks again from what it downloaded."""
     set_seed(0)
-    AutoModelForCausalLM.from_config(DECODERS[decoder]).save_pretrained(tmp_path / "text")
-    train_tokenizer().save_pretrained(tmp_path / "text")
+    language_model = AutoModelForCausalLM.from_config(DECODERS[decoder])
+    tokenizer = train_tokenizer()
+    # Our models never say the image token, and llama.cpp doesn't know that. With this row it is never the likeliest.
+    language_model.lm_head.weight.data[tokenizer.convert_tokens_to_ids("<|image_pad|>")] = 0
+    language_model.save_pretrained(tmp_path / "text")
+    tokenizer.save_pretrained(tmp_path / "text")
     model, processor = compose(
         str(backbones("siglip")), str(tmp_path / "text"), projector_norm="none", scale_projector=True
     )
@@ -141,7 +250,9 @@ def test_llama_cpp_answers_as_transformers_does(
     assert files == sorted(
         f"{part}Tiny-NormLlava-{dtype}.gguf" for part in ("", "mmproj-") for dtype in ("f32", "f16")
     )
-    assert (release / "README.md").read_text().count("llama-server -m Tiny-NormLlava-f16.gguf") == 1
+    card = (release / "README.md").read_text()
+    assert card.count("llama-server -m Tiny-NormLlava-f16.gguf") == 1
+    assert "In float16, 10 of 10 pictures get the same" in card
     rows = [line.split() for line in completed.stderr.splitlines() if line.startswith(("noise", "example"))]
     num_examples = len(list(release.glob("images/*.png")))
     assert num_examples > 0

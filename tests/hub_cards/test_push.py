@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
-from hub_cards import model_folder
+from hub_cards import llama_cpp_files, model_folder, verify
 from hub_cards.check import find_faults
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
@@ -299,6 +299,28 @@ def test_verify_says_in_one_line_that_a_release_can_not_be_downloaded(release: P
         run_command("verify", REPO_ID, "--revision", "v2.0")
     with pytest.raises(SystemExit, match=r"^error: The release can't be downloaded: .*me/a/b"):
         run_command("verify", "me/a/b", "--revision", "v1.0")
+
+
+def test_an_error_after_the_download_is_not_said_to_be_of_the_download(
+    release: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("sizes of tensors must match")
+
+    place_files(hub, read_tree(release))
+    monkeypatch.setattr(verify, "run_snippets", fail)
+    with pytest.raises(RuntimeError, match="sizes of tensors must match"):
+        run_command("verify", REPO_ID, "--revision", "v1.0")
+
+
+def test_verify_says_that_files_for_llama_cpp_were_not_compared(
+    release: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The converter isn't needed for it, and so isn't asked for."""
+    place_files(hub, read_tree(release) | {"mmproj-Mine-f32.gguf": b"x", "Mine-f32.gguf": b"x"})
+    monkeypatch.setattr(llama_cpp_files, "find_spec", lambda name: None)
+    run_command("verify", REPO_ID, "--revision", "v1.0")
+    assert f"Verified: {REPO_ID} at v1.0\nllama.cpp files were not compared: xllamacpp: not installed." in caplog.text
 
 
 def test_verify_refuses_a_folder_of_another_release(release: Path, hub: HubServer) -> None:

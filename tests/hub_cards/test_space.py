@@ -11,6 +11,7 @@ from typing import Any
 import gradio as gr
 import pytest
 import torch
+from gradio.data_classes import ImageData
 from gradio_client import Client, handle_file
 from huggingface_hub import metadata_load
 from PIL import Image
@@ -181,9 +182,41 @@ def client(space: ModuleType) -> Iterator[Client]:
         space.demo.close()
 
 
+def test_a_transparent_picture_gets_a_white_ground(space: ModuleType, tmp_path: Path) -> None:
+    """Without a white ground, black writing on a transparent ground would be a black picture."""
+    transparent_black = (0, 0, 0, 0)
+    writing = Image.new("RGBA", (40, 30), transparent_black)
+    writing.paste("black", box=(5, 5, 20, 10))
+    writing.save(tmp_path / "writing.png")
+
+    # What gradio makes of an uploaded file.
+    (component,) = [block for block in space.demo.blocks.values() if isinstance(block, gr.Image)]
+    uploaded = component.preprocess(ImageData(path=str(tmp_path / "writing.png"), orig_name="writing.png"))
+
+    # Record the pictures that enter the vision tower.
+    tower_inputs: list[torch.Tensor] = []
+    tower = space.model.base_model.vision_tower
+    with tower.register_forward_pre_hook(lambda module, args: tower_inputs.append(args[0])):
+        text, figure = space.answer(uploaded, "what is it?")
+    assert figure is not None, text
+
+    on_white = to_rgb(writing)
+    expected = space.encode_question(on_white, "what is it?")["pixel_values"]
+    assert torch.equal(tower_inputs[0], expected)
+
+
+def test_a_picture_that_can_not_be_read_gets_a_sentence(space: ModuleType, tmp_path: Path) -> None:
+    Image.new("F", (40, 30)).save(tmp_path / "heights.tiff")
+    with Image.open(tmp_path / "heights.tiff") as picture:
+        text, figure = space.answer(picture, "what is it?")
+    assert text == "The picture can't be read: pixels of mode F have no known range"
+    assert figure is None
+
+
 def test_the_space_answers_over_http(space: ModuleType, client: Client, picture: Image.Image, tmp_path: Path) -> None:
     picture.save(tmp_path / "picture.png")
     text, plot = client.predict(handle_file(tmp_path / "picture.png"), "what is it?", api_name="/answer")
+    assert plot is not None, text
     assert client.config["title"] == space.NAME
 
     expected_text, figure = space.answer(picture, "what is it?")
@@ -191,26 +224,6 @@ def test_the_space_answers_over_http(space: ModuleType, client: Client, picture:
     assert plot["plot"].startswith("data:image")
     first_label = figure.axes[0].get_yticklabels()[0].get_text()
     assert text.startswith(first_label.removesuffix("…"))  # the "…" shows that a word was cut off
-
-
-def test_a_transparent_picture_gets_a_white_ground_over_http(
-    space: ModuleType, client: Client, tmp_path: Path
-) -> None:
-    """Without a white ground, black writing on a transparent ground would be a black picture."""
-    transparent_black = (0, 0, 0, 0)
-    writing = Image.new("RGBA", (40, 30), transparent_black)
-    writing.paste("black", box=(5, 5, 20, 10))
-    writing.save(tmp_path / "writing.png")
-
-    # Record the pictures that enter the vision tower.
-    tower_inputs: list[torch.Tensor] = []
-    tower = space.model.base_model.vision_tower
-    with tower.register_forward_pre_hook(lambda module, args: tower_inputs.append(args[0])):
-        client.predict(handle_file(tmp_path / "writing.png"), "what is it?", api_name="/answer")
-
-    on_white = to_rgb(writing)
-    expected = space.encode_question(on_white, "what is it?")["pixel_values"]
-    assert torch.equal(tower_inputs[0], expected)
 
 
 def read_pins(path: Path) -> dict[str, str]:

@@ -41,7 +41,7 @@ from examples.emoji.study.cells import (
     runs_that_count,
     whole_seeds,
 )
-from examples.emoji.study.records import RECORDS, append_line, read_log
+from examples.emoji.study.records import RECORDS, append_line, read_log, require_study_commit
 from examples.emoji.study.run import claim_folder, this_machine
 from examples.steps import ROOT
 from normllava.errors import UserError
@@ -236,6 +236,8 @@ def main() -> None:
         return
     if options.records is None:
         raise UserError("--records is missing: give a file outside this checkout, to which each run adds its record.")
+    commit = find_commit(options.commit)
+    require_study_commit(commit)
 
     log = read_log(options.records)
     logger.info("%s", describe_progress(log, machine))
@@ -243,7 +245,7 @@ def main() -> None:
         return
 
     WORK.mkdir(parents=True, exist_ok=True)
-    runner = Runner(options.records.resolve(), find_commit(options.commit), options.at_once)
+    runner = Runner(options.records.resolve(), commit, options.at_once)
     runner.run_all(cells_left(log, machine))
 
 

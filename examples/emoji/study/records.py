@@ -1,7 +1,6 @@
 """The study's file of records, `records.jsonl`: a line for each run that ended, each crash, and the study's end."""
 
 import json
-from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from examples.emoji.study.cells import (
     Log,
     has_ended,
     machine_of,
-    runs_that_count,
     whole_seeds,
 )
 from normllava.errors import UserError
@@ -21,14 +19,18 @@ from normllava.errors import UserError
 
 # The records that are kept with the code. A run can't write to this file: it may change no tracked file.
 RECORDS = Path(__file__).with_name("records.jsonl")
+# The commit of which all runs are. Records name it by its whole hash or by the beginning.
+STUDY_COMMIT = "28e4395"
 
 
 def read_log(path: Path) -> Log:
     """Read the file of records. Of equal lines, only the first counts. A file that doesn't exist has no records.
 
+    Runs are sorted by the time at which they ended: those of another machine may have been copied in later.
+
     Raises:
-        UserError: if a run has two different records, if runs were trained on different rows or the runs of a whole
-            seed by different commits, or if the study has ended with fewer than `FEWEST_SEEDS` whole seeds of a rate.
+        UserError: if a run has two different records or isn't of `STUDY_COMMIT`, if runs were trained on different
+            rows, or if the study has ended with fewer than `FEWEST_SEEDS` whole seeds of a rate.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     different_lines = dict.fromkeys(lines)  # unlike a set, keeps the order
@@ -42,10 +44,12 @@ def read_log(path: Path) -> Log:
             log.crashes.append(line)
         else:
             log.runs.append(line)
+    log.runs.sort(key=lambda run: run["ended"])  # as text, since all times are in UTC
 
     require_one_record_a_run(log, path)
     require_same_rows(log, path)
-    require_one_commit_a_seed(log, path)
+    for record in log.runs:
+        require_study_commit(record["commit"])
     if has_ended(log):
         require_enough_seeds(log, path)
     return log
@@ -68,14 +72,10 @@ def require_same_rows(log: Log, path: Path) -> None:
         raise UserError(f"{path} holds runs that were trained on different rows.")
 
 
-def require_one_commit_a_seed(log: Log, path: Path) -> None:
-    """Raises `UserError` if the runs of a whole seed are of different commits: their shared start isn't the same."""
-    commits: dict[int, set[str]] = defaultdict(set)
-    for record in runs_that_count(log.runs):
-        commits[record["seed"]].add(record["commit"])
-    for seed, commits_of_seed in commits.items():
-        if len(commits_of_seed) > 1:
-            raise UserError(f"{path} holds runs of seed {seed} by different commits: {', '.join(commits_of_seed)}.")
+def require_study_commit(commit: str) -> None:
+    """Raises `UserError` if a run's commit is not `STUDY_COMMIT`."""
+    if not commit.startswith(STUDY_COMMIT):
+        raise UserError(f"All runs of the study are of commit {STUDY_COMMIT}, not of {commit}: see docs/study.md.")
 
 
 def require_enough_seeds(log: Log, path: Path) -> None:

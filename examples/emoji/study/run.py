@@ -29,6 +29,7 @@ from training.options.arguments import is_cpu_fast_at_bf16
 
 
 RECIPE = "training/recipes/SmolLM2-135M-Instruct/stage2.yaml"
+CPU_INFO = Path("/proc/cpuinfo")  # Linux writes what it knows of the CPU here
 
 
 def processor_name() -> str:
@@ -39,9 +40,13 @@ def processor_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
 
-    # /proc/cpuinfo has a paragraph for each core, with lines such as "model name : Intel(R) Xeon(R) Processor". Only
-    # the first core's paragraph is read.
-    first_core, *_ = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")
+    instructions = torch.backends.cpu.get_cpu_capability()  # such as "AVX512"
+    if not CPU_INFO.exists():  # not on Linux
+        return f"{platform.processor() or platform.machine()}, {instructions}"
+
+    # The file has a paragraph for each core, with lines such as "model name : Intel(R) Xeon(R) Processor". Only the
+    # first core's paragraph is read.
+    first_core, *_ = CPU_INFO.read_text(encoding="utf-8").split("\n\n")
     fields = {}
     for line in first_core.splitlines():
         field, _, value = line.partition(":")
@@ -50,7 +55,6 @@ def processor_name() -> str:
     name = fields.get("model name", platform.machine())  # ARM CPUs have no "model name"
     family = fields.get("cpu family")
     model = fields.get("model")  # a number, unlike "model name"
-    instructions = torch.backends.cpu.get_cpu_capability()  # such as "AVX512"
     return f"{name} (family {family} model {model}), {instructions}"
 
 

@@ -62,7 +62,11 @@ def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
     """
     if picture is None or not question.strip():
         return "Give a picture and a question.", None
-    picture = to_rgb(picture)
+    try:
+        picture = to_rgb(picture)
+    except OSError as error:  # the values of its pixels have no known range, for example
+        return f"The picture can't be read: {error}", None
+
     grey_picture = Image.new("RGB", picture.size, (128, 128, 128))
     try:
         inputs = encode_question(picture, question)

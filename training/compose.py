@@ -5,9 +5,9 @@
     python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --projector_norm gwc \
         --output_dir checkpoints/converted
 
-With `--captions`, the first command also aligns the new projector. Both commands try the model on a picture, print how
-large image tokens are before and after the projector's norm, write a complete checkpoint folder with a recipe of each
-stage, and end with the commands to type next.
+With `--aligned_start`, the first command also aligns the new projector. Both commands try the model on a picture,
+print how large image tokens are, write a complete checkpoint folder with a recipe of each stage, and end with the
+commands to type next.
 """
 
 import argparse
@@ -41,11 +41,11 @@ from normllava.conversations.tiles import cuts_tiles
 from normllava.errors import UserError, errors_named_after
 from normllava.files import let_others_read, write_whole
 from normllava.hooks import InterfaceHooks
-from normllava.inputs import noise_pictures
+from normllava.inputs import NUM_NOISE, noise_pictures
 from normllava.llava import add_norm, as_llava
 from normllava.norms import text_norm_target, token_norms, vocabulary_norms
 from normllava.parts import vision_tokens
-from training.composing.align import align
+from training.composing.align import align, only_picture
 from training.composing.backbones import (
     absolute_or_id,
     choose_image_token,
@@ -402,17 +402,19 @@ def try_picture(model: LlavaForConditionalGeneration, processor: LlavaProcessor)
 
 
 @torch.no_grad()
-def interface_norms(model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
-    """Mean L2 norms of embeddings from the vision encoder to the decoder, on eight pictures of seeded noise.
+def interface_norms(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, pictures: list[Image.Image] | None = None
+) -> dict[str, float]:
+    """Mean L2 norms of embeddings from the vision encoder to the decoder, by default on pictures of noise.
 
     Returns:
         The norm of text under the key `"text"`, and the norms of image tokens under the names that [`InterfaceHooks`]
-        gives to the places: `"projector_input"`, `"norm_input"` (before the norm layer; without a norm layer it is the
-        same as the output), `"projector_output"` and others.
+        gives to the places: `"projector_input"`, `"norm_input"` (before the norm layer, if there is one),
+        `"projector_output"` and others.
     """
-    pixel_values = processor.image_processor(noise_pictures(model), return_tensors="pt")["pixel_values"].to(
-        model.dtype
-    )
+    if pictures is None:
+        pictures = noise_pictures(model)
+    pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"].to(model.dtype)
 
     norms = {"text": text_norm_target(vocabulary_norms(model))}
 
@@ -421,14 +423,17 @@ def interface_norms(model: LlavaForConditionalGeneration, processor: LlavaProces
 
     with InterfaceHooks(model, measure):
         model.model.get_image_features(pixel_values)
-    if "norm_input" not in norms:  # there is no norm layer
-        norms["norm_input"] = norms["projector_output"]
     return norms
 
 
-def describe_model(model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
-    """The text that the command prints: a table of mean norms and their ratios to the text's norm, then settings."""
-    norms = interface_norms(model, processor)
+def describe_model(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, pictures: list[Image.Image] | None = None
+) -> str:
+    """The text that the command prints: a table of mean norms and their ratios to the text's norm, then settings.
+
+    Norms are measured on `pictures` of the user's, or on noise.
+    """
+    norms = interface_norms(model, processor, pictures)
     labels = {  # by the keys of `norms`
         "text": "text embeddings (T)",
         "projector_input": "vision encoder output",
@@ -437,9 +442,11 @@ def describe_model(model: LlavaForConditionalGeneration, processor: LlavaProcess
     }
     lines = [f"{'':38}{'mean L2 norm':>12}{'of text':>10}"]
     for place, label in labels.items():
-        ratio = norms[place] / norms["text"]
-        lines.append(f"{label:38}{norms[place]:12.4f}{ratio:9.2f}x")
-    lines.append("(norms of image tokens on 8 pictures of noise)")
+        if place in norms:
+            ratio = norms[place] / norms["text"]
+            lines.append(f"{label:38}{norms[place]:12.4f}{ratio:9.2f}x")
+    shown = "noise" if pictures is None else "--captions"
+    lines.append(f"(norms of image tokens on pictures of {shown})")
 
     config = model.config
     unit = "tile" if cuts_tiles(processor.image_processor) else "picture"
@@ -476,6 +483,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Compose a model, and write the recipes of its training.",
         epilog=WHICH_NORM,
         formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--output_dir", type=new_folder, required=True, help="folder to write")
     parser.add_argument("--vision_model", help="vision encoder: folder or Hub id")
@@ -489,8 +497,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--norm_target_ratio", type=float, default=1, help="initial norm of image tokens, a multiple of text's"
     )
     parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale to start at text's norm")
-    parser.add_argument("--captions", help="rows of stage 1, also to align a new projector on, see composing/align.py")
+    parser.add_argument("--captions", help="rows of stage 1 for the recipes; by default those of the paper")
     parser.add_argument("--data", help="rows of stage 2 for the recipes; by default those of the paper")
+    parser.add_argument(
+        "--aligned_start",
+        action="store_true",
+        help="first point a new projector's image tokens at the words of --captions; not in the paper",
+    )
     parser.add_argument("--image_folder", help="prefix of the image paths in --captions and --data")
     parser.add_argument(
         "--center_crop",
@@ -525,8 +538,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     if is_conversion:
         sets_layer = options.vision_feature_layer != parser.get_default("vision_feature_layer")
-        if options.captions or sets_layer:
-            parser.error("--captions and --vision_feature_layer are for a new projector")
+        if options.aligned_start or sets_layer:
+            parser.error("--aligned_start and --vision_feature_layer are for a new projector")
         if options.spatial_merge_size != 1:
             parser.error("--spatial_merge_size is for a new projector; a converted Llava keeps its own")
         if options.max_tiles != 1:
@@ -534,6 +547,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if options.center_crop:
             parser.error("--center_crop is for a new model; a converted Llava keeps its image processor")
 
+    if options.aligned_start and options.captions is None:
+        parser.error("--aligned_start needs --captions")
     if options.image_folder and not (options.captions or options.data):
         parser.error("--image_folder is for the rows of --captions and --data")
     try:
@@ -547,7 +562,7 @@ def describe_composing(options: argparse.Namespace) -> Composed:
     """The record of what these options did to the model."""
     return Composed(
         projector_scaled=options.scale_projector,
-        projector_aligned=options.captions is not None,
+        projector_aligned=options.aligned_start,
         llava_name_or_path=None if options.llava_model is None else absolute_or_id(options.llava_model),
     )
 
@@ -561,6 +576,7 @@ def describe_for_recipes(
     return Composition(
         folder=options.output_dir,
         command=sys.argv[1:] if argv is None else argv,
+        projector_scaled=options.scale_projector,
         config=model.config,
         text_weights=sum(parameter.numel() for parameter in text_parameters),
         max_tiles=options.max_tiles,
@@ -608,11 +624,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             spatial_merge_size=options.spatial_merge_size,
             max_tiles=options.max_tiles,
         )
-    if options.captions is not None:
+    pictures = None
+    if options.aligned_start:
         rows: Any = load_rows(options.captions, options.image_folder)
         align(model, processor, rows, options.seed)
+        num_shown = min(NUM_NOISE, len(rows))
+        pictures = [only_picture(row) for row in rows.select(range(num_shown))]
 
-    logger.info("%s\nPlanning the recipes ...", describe_model(model, processor))
+    logger.info("%s\nPlanning the recipes ...", describe_model(model, processor, pictures))
     recipes = plan_recipes(describe_for_recipes(options, argv, model))
 
     model.save_pretrained(options.output_dir)

@@ -31,8 +31,8 @@ from training.folders.loading import load_config, prepare_model
 from training.loop.positions import head_at_positions
 from training.modules.stages import base_model
 from training.modules.stand_ins import EightBitAdam, pack_layers
+from training.options import command_line
 from training.options.arguments import RunArguments, TrainingConfig
-from training.options.command_line import parse_arguments
 
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class StepPlan:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options, sft_options = build_parser().parse_known_args(argv)
-    run_args, args = parse_arguments(sft_options)
+    run_args, args = parse_for_gpu(sft_options)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
 
     batch = make_batch(run_args, args, options.tokens, options.supervised, options.tiles)
@@ -144,6 +144,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=558_128, help="rows of the data, unless the recipe has max_steps")
     parser.add_argument("--tflops", type=float, default=396.0, help="TFLOP/s of a device: 0.4 of an H100's 989")
     return parser
+
+
+def parse_for_gpu(sft_options: Sequence[str]) -> tuple[RunArguments, TrainingConfig]:
+    """The checked arguments of a run on a GPU, where bfloat16 is the default whatever the planning machine is."""
+    parser = command_line.build_parser()
+    fields = command_line.read_fields(parser, sft_options)
+    if fields["bf16"] is None and not fields["fp16"]:
+        fields["bf16"] = True
+    return command_line.make_arguments(parser, fields)
 
 
 def make_batch(run_args: RunArguments, args: TrainingConfig, tokens: int, supervised: int, tiles: int) -> Batch:
@@ -315,10 +324,15 @@ def compute_loss(trained_model: Any, batch: Batch) -> torch.Tensor:
     embeddings = torch.cat([features.to(text.dtype), text])  # [num_tokens, hidden_size]
     embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)  # [num_rows, row_length, hidden_size]
 
+    options = {}
+    if hasattr(model.config, "key_adapter_rank"):  # key adapters ask which tokens are the picture's
+        options["visual_token_mask"] = torch.zeros(embeddings.shape[:2], dtype=torch.bool)
     labels = torch.zeros(1, num_supervised, dtype=torch.long)
     positions = torch.arange(num_tokens - num_supervised, num_tokens)
     with head_at_positions(model, positions):
-        output = trained_model(inputs_embeds=embeddings, shift_labels=labels, fused_lm_head=True, use_cache=False)
+        output = trained_model(
+            inputs_embeds=embeddings, shift_labels=labels, fused_lm_head=True, use_cache=False, **options
+        )
     return -output.log_probs.sum() / num_supervised
 
 

@@ -70,6 +70,7 @@ def plan_steps() -> list[tuple[Step, float]]:
             f"--text_model={RUN}/text",
             "--projector_norm=gwc",
             f"--captions={RUN}/pictures/captions.json",
+            "--aligned_start",
             f"--output_dir={RUN}/aligned",
         ],
         last_files=(RUN / "aligned/adapt.yaml",),

@@ -727,10 +727,11 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
     command = [sys.executable, str(ROOT / "training" / "compose.py")]
     command += [f"--vision_model={vision}", f"--text_model={text}", f"--output_dir={tmp_path / 'out'}"]
     command += ["--projector_norm=layernorm", "--norm_target_ratio=3", "--vision_feature_layer=-1"]
-    command += [f"--captions={captions}"]
+    command += [f"--captions={captions}", "--aligned_start"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "text embeddings (T)" in result.stderr  # a row of the table of norms, which the command prints
+    assert "(norms of image tokens on pictures of --captions)" in result.stderr
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1  # others may read the weights, as all other files
 
@@ -756,7 +757,11 @@ def test_the_command_line_composes_and_aligns(parts: tuple[str, str], tmp_path: 
         # Scaling alone leaves open whether a norm follows.
         ("--output_dir out --vision_model x --text_model y --scale_projector", "give --projector_norm"),
         ("--output_dir out --projector_norm gwc --llava_model x --center_crop", "--center_crop is for a new model"),
-        ("--output_dir out --projector_norm gwc --llava_model x --captions y", "are for a new projector"),
+        ("--output_dir out --projector_norm gwc --llava_model x --aligned_start", "are for a new projector"),
+        (
+            "--output_dir out --projector_norm gwc --vision_model x --text_model y --aligned_start",
+            "--aligned_start needs --captions",
+        ),
         (
             "--output_dir out --projector_norm gwc --llava_model x --no_align_norm --norm_target_ratio 3",
             "for a norm that starts at",

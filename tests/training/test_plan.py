@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from normllava.tokens import IGNORED
 from script_runs import FAST, INSTRUCT, load_weights, run
-from training.folders.loading import prepare_model
+from training.folders.loading import load_config, prepare_model
 from training.loop.trainer import NormLlavaTrainer
 from training.modules.stages import base_model
 from training.options.command_line import parse_arguments
-from training.plan import Batch, StepPlan, main, plan_step
+from training.plan import Batch, StepPlan, main, parse_for_gpu, plan_step
 
 
 SAMPLES = 8  # in a batch
@@ -42,7 +42,7 @@ def recipe(make_model_folder: Callable[..., Path], tmp_path: Path) -> dict[str, 
 def make_plan(fields: dict[str, Any], batch: Batch, devices: int = 1) -> StepPlan:
     """The plan of a step of a recipe with these fields."""
     run_args, args = parse_arguments([f"--{name}={value}" for name, value in fields.items()])
-    config = NormLlavaConfig.from_pretrained(fields["model_name_or_path"])
+    config = load_config(str(fields["model_name_or_path"]), None)
     return plan_step(config, run_args, args, batch).sharded(devices)
 
 
@@ -175,6 +175,24 @@ def test_4_bit_weights_and_8_bit_states_are_planned(recipe: dict[str, Any]) -> N
     with_8_bit_states = make_plan({**recipe, **INSTRUCT, "optim": "adamw_bnb_8bit"}, batch)
     assert with_8_bit_states.states < full.states
     assert with_8_bit_states.gradients == full.gradients
+
+
+def test_a_gpus_arithmetic_is_planned_on_any_machine(recipe: dict[str, Any]) -> None:
+    """A run without `bf16` takes the arithmetic of its own device, which is bfloat16 on a GPU."""
+    options = [f"--{name}={value}" for name, value in {**recipe, **INSTRUCT}.items() if name != "bf16"]
+    _, args = parse_for_gpu(options)
+    assert args.bf16
+    _, args = parse_for_gpu([*options, "--bf16=false"])
+    assert not args.bf16
+
+
+def test_key_adapters_are_planned(recipe: dict[str, Any], make_model_folder: Callable[..., Path]) -> None:
+    batch = Batch(samples=1, tokens=150, supervised=20, is_packed=False)
+    without = make_plan({**recipe, **STAGES["adapt"]}, batch)
+    folder = make_model_folder(key_adapter_rank=4)
+    with_adapters = make_plan({**recipe, **STAGES["adapt"], "model_name_or_path": folder}, batch)
+    assert with_adapters.weights > without.weights
+    assert with_adapters.flops > without.flops
 
 
 @pytest.mark.parametrize("stage", STAGES)

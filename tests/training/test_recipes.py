@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, SiglipVisionConfig
+from transformers import FalconH1Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, SiglipVisionConfig
 
 from modeling_normllava import NormLlavaConfig
 from script_runs import ROOT, read_steps
 from training import compose, sft
-from training.composing.recipes import Composition, describe_stage, recipe_fields, size_lines
+from training.composing.recipes import Composition, describe_recipe, recipe_fields, size_lines
 from training.modules.stages import Stage
 
 
@@ -64,7 +64,17 @@ def composition(
     )
     folder = Path("runs", name)
     command = shlex.split(f"{options} --projector_norm gwc --output_dir {folder}")
-    return Composition(folder, command, config, text_weights, max_tiles, captions=None, data=None, image_folder=None)
+    return Composition(
+        folder,
+        command,
+        projector_scaled=False,
+        config=config,
+        text_weights=text_weights,
+        max_tiles=max_tiles,
+        captions=None,
+        data=None,
+        image_folder=None,
+    )
 
 
 # The models whose recipes are in the repository, with the numbers of weights that their cards on the Hub give.
@@ -100,7 +110,7 @@ def test_the_repositorys_recipes_have_the_fields_that_compose_writes(composed: C
 @pytest.mark.parametrize("composed", MODELS, ids=lambda composed: composed.folder.name)
 def test_the_repositorys_recipes_are_what_compose_writes(composed: Composition, stage: Stage) -> None:
     """With the plans of memory and time, which take half a minute for 7B."""
-    assert committed(composed, stage) == describe_stage(composed, stage) + recipe_fields(composed, stage)
+    assert committed(composed, stage) == describe_recipe(composed, stage) + recipe_fields(composed, stage)
 
 
 def test_rates_and_batches_are_the_papers() -> None:
@@ -116,7 +126,7 @@ def test_rates_and_batches_are_the_papers() -> None:
 
 
 def test_stage_1_of_a_scaled_projector_says_what_the_papers_rate_does_to_it() -> None:
-    scaled = replace(QWEN25_7B, command=["--projector_norm", "none", "--scale_projector"])
+    scaled = replace(QWEN25_7B, projector_scaled=True)
     assert "1.3 times at 5e-5" in recipe_fields(scaled, Stage.ALIGN)
     assert "5e-5" not in recipe_fields(scaled, Stage.INSTRUCT)
     assert "5e-5" not in recipe_fields(QWEN25_7B, Stage.ALIGN)
@@ -134,6 +144,13 @@ def test_a_packed_row_holds_a_picture_of_many_tiles() -> None:
     tiled = replace(QWEN25_7B, max_tiles=6)
     assert yaml.safe_load(recipe_fields(tiled, Stage.ADAPT))["packed_length"] == 8192
     assert yaml.safe_load(recipe_fields(QWEN25_7B, Stage.ADAPT))["packed_length"] == 4096
+
+
+def test_a_decoder_that_would_mix_packed_samples_gets_padded_rows() -> None:
+    mixing = replace(QWEN25_7B, config=NormLlavaConfig(text_config=FalconH1Config()))
+    recipe = yaml.safe_load(recipe_fields(mixing, Stage.INSTRUCT))
+    assert "packed_length" not in recipe
+    assert recipe["per_device_train_batch_size"] == 4
 
 
 # Pairs of parts that no recipe of the repository has, with the options that change their recipes.
@@ -157,7 +174,7 @@ def test_each_stage_trains_by_the_recipe_that_compose_wrote(
     parts = [f"--vision_model={backbones(vision)}", f"--text_model={backbones(text)}"]
     compose.main([*parts, *options, f"--captions={data}", f"--data={data}", f"--output_dir={folder}"])
     printed = [line.strip() for line in caplog.text.splitlines() if "accelerate launch" in line]
-    assert f"accelerate launch training/sft.py --config {folder}/align.yaml" in printed
+    assert f"accelerate launch -q --num_processes 1 training/sft.py --config {folder}/align.yaml" in printed
 
     for stage in ("align", "instruct", "adapt"):
         sft.main([f"--config={folder}/{stage}.yaml", "--max_steps=2", "--logging_steps=1", "--dataset_num_proc=1"])

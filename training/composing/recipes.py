@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 from transformers import LlavaConfig
 
+from normllava.errors import UserError
 from training.modules.stages import Stage
-from training.options.command_line import parse_arguments
-from training.plan import GIB, Batch, StepPlan, describe_time, make_batch, plan_step
+from training.plan import GIB, Batch, StepPlan, describe_time, make_batch, parse_for_gpu, plan_step
+from training.rows.batches import require_separate_samples
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,15 @@ SCHEDULE = """\
 lr_scheduler_type: cosine
 warmup_steps: 0.03               # fraction of all steps
 weight_decay: 0.0"""
-MACHINE = """\
+PACKED = """\
 packed_length: {packed_length:<18}# samples share rows without padding; memory grows with it
 per_device_train_batch_size: 1   # packed rows; the accumulation steps follow from the global batch
-optim: adamw_torch_fused         # adamw_bnb_8bit's states take a quarter of the memory; needs the extra "train"
+"""
+PADDED = """\
+per_device_train_batch_size: 4   # padded, since this decoder would mix samples of a packed row; memory grows with it
+"""
+MACHINE = """\
+{rows}optim: adamw_torch_fused         # adamw_bnb_8bit's states take a quarter of the memory; needs the extra "train"
 # torch_compile: true            # faster on a GPU, once each layer is compiled
 dataset_num_proc: 8              # for checking and measuring the rows before training
 logging_steps: 10
@@ -140,6 +146,8 @@ class Composition:
     """The model's folder. The recipes stand in it too, and each stage writes into a folder inside."""
     command: Sequence[str]
     """The options of `training/compose.py` that made the model."""
+    projector_scaled: bool
+    """Whether the projector starts scaled to the text's norm."""
     config: LlavaConfig
     text_weights: int
     """The number of the language model's weights."""
@@ -159,7 +167,7 @@ class Composition:
 
 def plan_recipes(composed: Composition) -> dict[str, str]:
     """The text of each stage's recipe, by the file's name: `align.yaml`, `instruct.yaml` and `adapt.yaml`."""
-    return {f"{stage}.yaml": describe_stage(composed, stage) + recipe_fields(composed, stage) for stage in Stage}
+    return {f"{stage}.yaml": describe_recipe(composed, stage) + recipe_fields(composed, stage) for stage in Stage}
 
 
 def recipe_fields(composed: Composition, stage: Stage) -> str:
@@ -176,26 +184,36 @@ def recipe_fields(composed: Composition, stage: Stage) -> str:
     has_norm = getattr(composed.config, "projector_norm", "none") != "none"
     if stage is Stage.ADAPT and has_norm:
         optional = NORM_RATE
-    if stage is Stage.ALIGN and "--scale_projector" in composed.command:
+    if stage is Stage.ALIGN and composed.projector_scaled:
         optional += SCALED_RATE
     if stage is Stage.ALIGN and composed.max_tiles > 1:
         optional += WHOLE_PICTURES
 
-    # A packed row holds at least one sample as it is planned.
-    packed_length = nearest_paper_model(composed.text_weights).packed_lengths[stage]
-    while packed_length < planned_tokens(composed, stage):
-        packed_length *= 2
     return TEMPLATES[stage].format(
         start=yaml_text(str(start)),
         data=data,
         output_dir=yaml_text(str(composed.folder / stage)),
         optional=optional,
         schedule=SCHEDULE,
-        machine=MACHINE.format(packed_length=packed_length),
+        machine=MACHINE.format(rows=batch_fields(composed, stage)),
     )
 
 
-def describe_stage(composed: Composition, stage: Stage) -> str:
+def batch_fields(composed: Composition, stage: Stage) -> str:
+    """The fields of a recipe that say what a device's batch is: a packed row, or padded rows."""
+    try:
+        require_separate_samples(composed.config.text_config)
+    except UserError:
+        return PADDED
+
+    # A packed row holds at least one sample as it is planned.
+    packed_length = nearest_paper_model(composed.text_weights).packed_lengths[stage]
+    while packed_length < planned_tokens(composed, stage):
+        packed_length *= 2
+    return PACKED.format(packed_length=packed_length)
+
+
+def describe_recipe(composed: Composition, stage: Stage) -> str:
     """The comments at the head of a recipe: what it is, how to start it, what it takes."""
     lines = [f"{TITLES[stage]}. Written by:"]
     lines += [f"  {line}" for line in command_lines(composed.command)]
@@ -223,8 +241,8 @@ def launch_commands(stage: Stage, config: Path) -> list[str]:
     """The commands that start a stage, on one device and on eight."""
     script = f"training/sft.py --config {shlex.quote(str(config))}"
     return [
-        f"accelerate launch {script}",
-        f"accelerate launch --config_file training/accelerate/{LAUNCHERS[stage]} {script}",
+        f"accelerate launch -q --num_processes 1 {script}",
+        f"accelerate launch -q --config_file training/accelerate/{LAUNCHERS[stage]} {script}",
     ]
 
 
@@ -271,8 +289,8 @@ def plan_lines(composed: Composition, stage: Stage) -> list[str]:
 
 def plan_stage(composed: Composition, stage: Stage, **fields: Any) -> tuple[StepPlan, Batch]:
     """The plan of a step of a stage on one GPU, and the batch that was planned. `fields` are added to the recipe."""
-    recipe = yaml.safe_load(recipe_fields(composed, stage)) | {"bf16": True} | fields
-    run_args, args = parse_arguments([f"--{name}={value}" for name, value in recipe.items()])
+    recipe = yaml.safe_load(recipe_fields(composed, stage)) | fields
+    run_args, args = parse_for_gpu([f"--{name}={value}" for name, value in recipe.items()])
 
     _, supervised = PLANNED_TEXT[stage]
     tokens = planned_tokens(composed, stage)

@@ -52,6 +52,7 @@ def compose_arm(arm: Arm, seed: int, folder: Path) -> None:
         f"--text_model={RUN / 'text'}",
         "--vision_feature_layer=-1",  # the last layer, as in the study
         f"--captions={captions}",
+        "--aligned_start",
         f"--image_folder={RUN / 'pictures'}",
         f"--seed={seed}",
         f"--output_dir={folder}",

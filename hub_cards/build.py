@@ -28,7 +28,7 @@ from hub_cards.contents import (
     WEIGHTS_INDEX,
     read_json,
 )
-from hub_cards.facts import collect_facts, is_hub_id
+from hub_cards.facts import Facts, collect_facts, is_hub_id
 from hub_cards.licences import APACHE, Licence, choose_licence
 from hub_cards.model_folder import ModelFolder
 from hub_cards.plain import copy_with_release_names, index_with_release_names
@@ -184,7 +184,23 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
 
     build_space(folder.with_name(f"{folder.name}-space"), partial_folder, widgets)
     partial_folder.rename(folder)  # may replace an empty folder
+    missing = describe_missing(run, facts)
+    if missing:
+        logger.info("\n  ".join(["The card lacks, until it is built again:", *missing]))
     return model.weights
+
+
+def describe_missing(run: Path, facts: Facts) -> list[str]:
+    """What the card says nothing of, each with what would record it."""
+    missing = []
+    if facts.diagnostics is None:
+        missing.append(f"norms: normllava diagnose --model {run} --data ... --output_dir {run / 'diagnostics'}")
+    if not facts.evaluations:
+        missing.append(f"benchmarks: normllava evaluate {run}")
+    is_of_unknown_parts = facts.text_model is None or facts.vision_model is None
+    if facts.parent is None and is_of_unknown_parts:
+        missing.append("origin of the parts: --text_model and --vision_model name them on the Hub")
+    return missing
 
 
 def check_names(run: Path, options: BuildOptions) -> None:

@@ -283,6 +283,17 @@ def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[...,
     ]
 
 
+def test_a_build_says_what_the_card_lacks_and_what_would_record_it(
+    run: Path, build_card: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (run / "evaluation.json").unlink()
+    build_card(run, **OWN_LICENCE)
+    assert f"norms: normllava diagnose --model {run} --data ... --output_dir {run}/diagnostics" in caplog.text
+    assert f"benchmarks: normllava evaluate {run}" in caplog.text
+    assert "origin of the parts: --text_model and --vision_model" in caplog.text
+
+
 def test_a_release_gets_this_versions_class_files(
     run: Path, build_card: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

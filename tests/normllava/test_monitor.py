@@ -244,7 +244,7 @@ def test_a_trainer_that_does_not_log_by_steps_is_refused(
 def test_the_first_ratio_is_told_in_words() -> None:
     assert describe_ratio(38.21) == (
         "In this step image embeddings enter the decoder with 38.2 times the norm of text embeddings. "
-        "normllava.scale_projector starts a new projector at 1; what that was worth is in docs/findings.md of "
-        "NormLlava."
+        "normllava.scale_projector starts a new projector at 1, and a lower learning rate keeps it nearer; what that "
+        "was worth is in docs/findings.md of NormLlava."
     )
     assert describe_ratio(1.02).endswith("with 1.02 times the norm of text embeddings.")

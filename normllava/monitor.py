@@ -198,6 +198,6 @@ def describe_ratio(ratio: float) -> str:
     if lowest <= ratio <= highest:
         return text
     return (
-        f"{text} normllava.scale_projector starts a new projector at 1, and a lower learning rate keeps it nearer; what "
-        "that was worth is in docs/findings.md of NormLlava."
+        f"{text} normllava.scale_projector starts a new projector at 1, and a lower learning rate keeps it nearer; "
+        "what that was worth is in docs/findings.md of NormLlava."
     )

@@ -88,16 +88,14 @@ def mean_by_sample(samples: Sequence[torch.Tensor]) -> np.ndarray:
 
 
 def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
-    """Rows of norms, turning and updates by layer and modality, and of differences between the modalities.
+    """Rows of norms and turning by layer and modality, and of differences between the modalities.
 
-    Turning is 1 minus the cosine of a layer's input and output. An update is the output minus the input.
+    Turning is 1 minus the cosine of a layer's input and output.
     """
     image_masks = [record.tokens.image for record in records]
     text_masks = [record.tokens.text for record in records]
     layer_norms = [record.layer_norms for record in records]
     cosines = [record.cosines for record in records]
-    update_ratios = [record.update_ratios for record in records]
-    update_cosines = [record.update_cosines for record in records]
 
     num_layers = len(cosines[0])
     layers = range(num_layers)
@@ -109,8 +107,6 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
         tables += [
             make_rows("norm", mean_by_layer(layer_norms, masks), modality, norm_layers),
             make_rows("turning", 1 - mean_by_layer(cosines, masks), modality, layers),
-            make_rows("update_ratio", mean_by_layer(update_ratios, masks), modality, layers),
-            make_rows("update_cosine", mean_by_layer(update_cosines, masks), modality, layers),
         ]
 
     image_norms = mean_by_layer(layer_norms, image_masks)

@@ -24,9 +24,8 @@ from normllava.tokens import Inputs, Tokens, exclude_newlines, find_sinks
 
 # Maximum number of queries per sample whose attention is kept.
 MAX_QUERIES = 16
-# Names that `InterfaceHooks` gives to the places before the decoder. "norm_input" is the input of the norm module at
-# the end of a NormLlava's projector; other models don't have this place.
-PLACES_BEFORE_DECODER = ("encoder_output", "projector_input", "norm_input", "projector_output")
+# Names that `InterfaceHooks` gives to the places before the decoder.
+PLACES_BEFORE_DECODER = ("encoder_output", "projector_input", "projector_output")
 # Smallest divisor, so that a zero vector does not give NaN.
 TINY = 1e-30
 
@@ -46,8 +45,6 @@ class Record:
         layer_norms: L2 norm of each layer's input, and then of the last layer's output before the decoder's final
             norm module, `(L + 1, S)`.
         cosines: Cosine of each layer's input and output, `(L, S)`.
-        update_ratios: Norm of each layer's residual update over the norm of its input, `(L, S)`.
-        update_cosines: Cosine of each layer's input and residual update, `(L, S)`.
         attention: By layer, attention probabilities of the queries, `(num_heads, num_queries, S)`.
         visible: By layer, mask of the keys that each query sees, `(num_queries, S)`.
         keys: By layer, keys before rotary embedding, `(num_key_value_heads, num_kept, head_dim)`.
@@ -63,8 +60,6 @@ class Record:
     interface: dict[str, torch.Tensor]
     layer_norms: torch.Tensor
     cosines: torch.Tensor
-    update_ratios: torch.Tensor
-    update_cosines: torch.Tensor
     attention: dict[int, torch.Tensor]
     visible: dict[int, torch.Tensor]
     keys: dict[int, torch.Tensor]
@@ -150,7 +145,7 @@ class Probe:
             self._check_decoder_input(features)
             self._tokens = exclude_newlines(self._model, features[0], self._tokens)
             return
-        if place not in PLACES_BEFORE_DECODER:  # "before_mlp" and "after_mlp" of the decoder's first layer
+        if place not in PLACES_BEFORE_DECODER:  # inside of the projector, or of the decoder's first layer
             return
 
         if place == "encoder_output":
@@ -209,8 +204,8 @@ class Probe:
         Raises:
             DiagnosticsError: if the hidden states overflowed.
         """
-        changes = torch.stack([self._changes[number] for number in sorted(self._changes)], dim=1)  # [5, L, S]
-        norms_before, norms_after, cosines, update_ratios, update_cosines = changes  # [L, S] each
+        changes = torch.stack([self._changes[number] for number in sorted(self._changes)], dim=1)  # [3, L, S]
+        norms_before, norms_after, cosines = changes  # [L, S] each
         layer_norms = torch.cat([norms_before, norms_after[-1:]])  # [L + 1, S]
 
         tokens_with_sinks = self._tokens
@@ -228,8 +223,6 @@ class Probe:
             interface=self._interface,
             layer_norms=layer_norms,
             cosines=cosines,
-            update_ratios=update_ratios,
-            update_cosines=update_cosines,
             attention=self._calls.attention,
             visible=self._calls.visible,
             keys=self._calls.keys,
@@ -241,25 +234,19 @@ class Probe:
 
 
 def describe_change(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Five numbers for each token that say how a layer changes its hidden state.
+    """Three numbers for each token that say how a layer changes its hidden state.
 
     Args:
         before: The layer's input, `(S, hidden_size)`, float32.
         after: The layer's output, `(S, hidden_size)`, float32.
 
     Returns:
-        `(5, S)`: the norm of the input, the norm of the output, the cosine of input and output, the norm of the
-        residual update (output minus input) over the norm of the input, and the cosine of input and residual update.
+        `(3, S)`: the norm of the input, the norm of the output, and the cosine of input and output.
     """
-    update = after - before
     norms_before = token_norms(before)
     norms_after = token_norms(after)
-    update_norms = token_norms(update)
-
     cosines = (before * after).sum(dim=-1) / (norms_before * norms_after).clamp(min=TINY)
-    update_ratios = update_norms / norms_before.clamp(min=TINY)
-    update_cosines = (before * update).sum(dim=-1) / (norms_before * update_norms).clamp(min=TINY)
-    return torch.stack([norms_before, norms_after, cosines, update_ratios, update_cosines])
+    return torch.stack([norms_before, norms_after, cosines])
 
 
 def choose_queries(tokens: Tokens) -> torch.Tensor:

@@ -56,9 +56,7 @@ CHAPTERS = {
         figures=(),
         measures=("encoder_output", "projector_", "at_decoder", "in_prompt", "vocabulary", "ratio"),
     ),
-    "Norm and turning by layer": Chapter(
-        figures=("overview", "layers"), measures=("norm", "turning", "gap", "update_")
-    ),
+    "Norm and turning by layer": Chapter(figures=("overview", "layers"), measures=("norm", "turning", "gap")),
     "The norm after the projector": Chapter(figures=(), measures=("gain_", "bias_")),
     "Attention to the picture": Chapter(figures=("attention_map",), measures=("attention",)),
     KEYS_AND_VALUES: Chapter(figures=("keys", "key_map"), measures=("keys.", "values.")),

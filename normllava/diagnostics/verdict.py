@@ -49,14 +49,14 @@ class Change(StrEnum):
 
 
 class Advice(StrEnum):
-    """What to do with this model."""
+    """What to do with this model. `sweep.jinja` says it in a sentence."""
 
-    TRY_ANOTHER_NORM = "multiply the projector's last layer by the best dose, and ask other questions"
-    LEAVE = "leave the norm as it is"
-    LEAVE_OR_ASK_MORE = "leave the norm as it is, or ask about more pictures"
-    ASK_HARDER = "ask harder questions: all answers are right as it is"
-    TRAIN_FIRST = "train the model first: it isn't clearly better than guessing"
-    GIVE_ANSWERS = "give rows with answers"
+    TRY_ANOTHER_NORM = "try another norm"
+    LEAVE = "leave"
+    LEAVE_OR_ASK_MORE = "leave, or ask more"
+    ASK_HARDER = "ask harder"
+    TRAIN_FIRST = "train first"
+    GIVE_ANSWERS = "give answers"
 
 
 class Place(StrEnum):

@@ -162,9 +162,18 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)
     arguments = {**vars(run_args), **args.to_dict()}
     run = describe_run(arguments, fingerprint, environment, run_args.recipe, sources)
-    if is_finished(run_args, args, run, checkpoint, num_steps=count_steps(args, sampler)):
+    num_done = count_done(args)
+    recorded_in = output_dir if checkpoint is None and num_done > 0 else checkpoint
+    if recorded_in is not None and not run_args.resume_changed:
+        check_same_run(recorded_in, run)
+
+    num_steps = count_steps(args, sampler)
+    if num_done >= num_steps:
+        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, num_done)
         return
-    if checkpoint is not None:
+    if checkpoint is None:
+        refuse_to_go_on(output_dir, num_done, num_steps)
+    else:
         logger.info("Going on after step %d, from %s", steps_done(checkpoint), checkpoint)
         prepare_resuming(checkpoint, args, stream)
 
@@ -196,7 +205,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         processing_class=row_tokenizer.processor,
         data_collator=collate,
     )
-    logger.info("%s\n%s", describe_stage(stage, module_groups), describe_batch(run_args, args))
+    logger.info("%s\n%s", describe_stage(stage, module_groups), describe_batch(run_args, args, num_steps))
+    warn_if_never_logged(args, num_steps)
     del module_groups  # their references to unsharded parameters would keep memory that FSDP2 frees by sharding
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
@@ -253,36 +263,27 @@ def count_steps(args: TrainingConfig, sampler: Batches | None) -> int:
     return math.ceil(args.num_train_epochs * steps_per_epoch)
 
 
-def is_finished(
-    run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, num_steps: int
-) -> bool:
-    """Whether the output folder holds the result of this run after all of its steps.
+def count_done(args: TrainingConfig) -> int:
+    """The number of steps of the result in the output folder; 0 if there is none, or if the run doesn't go on from it.
+
+    If the user names a checkpoint by its path, the run resumes from it even if the folder holds a finished run.
+    """
+    if args.resume_from_checkpoint is not True:
+        return 0
+    return steps_done(Path(args.output_dir))
+
+
+def refuse_to_go_on(output_dir: Path, num_done: int, num_steps: int) -> None:
+    """Refuse a run without a checkpoint whose output folder holds a result of fewer steps.
 
     Raises:
-        UserError: if the folder or the checkpoint belongs to another run, or the folder holds a result with too few
-            steps and no checkpoint to resume from.
+        UserError: if the folder holds a result, which has `num_done` steps.
     """
-    output_dir = Path(args.output_dir)
-    # If the user names a checkpoint by its path, the run resumes from it even if the folder holds a finished run.
-    resumes_newest = args.resume_from_checkpoint is True
-    num_done = steps_done(output_dir) if resumes_newest else 0
-
-    # The folder with the record of the earlier run; `None` if there is no earlier run.
-    recorded_in = checkpoint
-    if checkpoint is None and num_done > 0:
-        recorded_in = output_dir
-    if recorded_in is not None and not run_args.resume_changed:
-        check_same_run(recorded_in, run)
-
-    if num_done >= num_steps:
-        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, num_done)
-        return True
-    if num_done > 0 and checkpoint is None:
+    if num_done > 0:
         raise UserError(
             f"{output_dir} holds a run of {num_done} steps, but no checkpoint to continue from to step {num_steps}. "
             "Start from its model, with another output_dir."
         )
-    return False
 
 
 def prepare_resuming(checkpoint: Path, args: TrainingConfig, stream: StreamBatches | None) -> None:
@@ -294,8 +295,8 @@ def prepare_resuming(checkpoint: Path, args: TrainingConfig, stream: StreamBatch
         move_superseded(Path(args.output_dir), checkpoint)
 
 
-def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
-    """The line that training prints about its steps: processes, rows, accumulation steps and arithmetic."""
+def describe_batch(run_args: RunArguments, args: TrainingConfig, num_steps: int) -> str:
+    """The line that training prints about its steps: processes, rows, accumulation steps, number and arithmetic."""
     num_rows = args.per_device_train_batch_size
     num_passes = args.gradient_accumulation_steps
     num_samples = run_args.global_batch_size
@@ -316,7 +317,18 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
         arithmetic += f" by {torch.get_num_threads()} threads"
 
     step = f"{args.world_size} processes x {batch} x {num_passes} accumulation steps"
-    return f"{step} = global batch {num_samples}; arithmetic in {arithmetic}"
+    steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+    return f"{step} = global batch {num_samples}, {steps} in all; arithmetic in {arithmetic}"
+
+
+def warn_if_never_logged(args: TrainingConfig, num_steps: int) -> None:
+    """Warn that no step of the run will be logged, if it is so short."""
+    if num_steps < args.logging_steps and not args.logging_first_step:
+        logger.warning(
+            "The run ends before step %g, the first that would be logged: give a smaller global_batch_size or "
+            "logging_steps, or more epochs.",
+            args.logging_steps,
+        )
 
 
 def describe_resuming(output_dir: Path) -> str:

@@ -12,7 +12,7 @@ import yaml
 from normllava.errors import UserError
 from script_runs import FAST, INSTRUCT, PACKED, ROOT
 from training import sft
-from training.folders.run import describe_environment, describe_run
+from training.folders.run import COMPARED_ARGUMENTS, describe_environment, describe_run
 from training.options.arguments import RunArguments, SourceArguments, TrainingConfig, default_num_workers
 from training.options.command_line import parse_arguments
 from training.options.refusals import FIXED_FIELDS, check_arguments
@@ -54,6 +54,7 @@ def change_recipe(recipe: Path, **changes: Any) -> list[str]:
 
 
 NO_DATASET_NAME = {"dataset_name": None}
+EVALUATION = {"eval_dataset_name": "held_out.json", "eval_strategy": "epoch"}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 # Changes, as for `change_recipe`, that make the fixture's recipe wrong, and a pattern of the message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -90,6 +91,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"assistant_only_loss": True}, "assistant_only_loss must stay False"),
     ({"logging_strategy": "epoch"}, "logging_strategy must stay 'steps'"),
     ({"eval_dataset_name": "held_out.json"}, "eval_dataset_name needs an eval_strategy"),
+    ({"eval_strategy": "steps"}, "need held-out rows: give eval_dataset_name"),
+    ({"eval_on_start": True}, "need held-out rows: give eval_dataset_name"),
+    ({"save_strategy": "best", **EVALUATION}, "'best' needs an eval_strategy, and metric_for_best_model"),
+    ({"save_strategy": "best", "metric_for_best_model": "loss"}, "'best' needs an eval_strategy"),
+    (
+        {"metric_for_best_model": "accuracy", **EVALUATION},
+        "metric_for_best_model must be loss, got accuracy",
+    ),
     ({"fsdp": "full_shard auto_wrap"}, "Take fsdp out of the recipe"),
     ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode must stay None"),
     ({"torch_compile_backend": "eager"}, "torch_compile_backend must be inductor, .* or aot_eager"),
@@ -110,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_rslora": True}, "use_rslora is read in stage 'adapt' alone"),
     ({"use_dora": True}, "use_dora is read in stage 'adapt' alone"),
     ({"loss_type": "dft", "eval_dataset_name": "held_out.json", "eval_on_start": True}, "leave out loss_type"),
-    ({"loss_type": "dft", "eval_dataset_name": "held_out.json", "eval_strategy": "epoch"}, "leave out loss_type"),
+    ({"loss_type": "dft", **EVALUATION}, "leave out loss_type"),
     ({"stage": "adapt", "key_mmd_weight": 0.1, **REENTRANT}, "set use_reentrant to false"),
     ({"clip_by_module": True, "max_grad_norm": 0}, "clip_by_module clips to max_grad_norm, and 0 clips nothing"),
     # Values that are out of range.
@@ -136,33 +145,34 @@ def test_a_wrong_recipe_is_refused(recipe: Path) -> None:
             parse_arguments(change_recipe(recipe, **changes))
 
 
-# The fields of TRL and transformers that a run uses, or that a check of their own looks at.
-USED_FIELDS = frozenset(
+# The fields of TRL and transformers that a resumed run may change, or that name data, or that have their own check.
+FREE_FIELDS = frozenset(
     """
-    accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading adam_beta1
-    adam_beta2 adam_epsilon bnb_4bit_quant_type data_seed dataloader_pin_memory dataloader_prefetch_factor
-    dataset_config dataset_name dataset_num_proc dataset_streaming dataset_test_split dataset_train_split
-    ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph debug deepspeed disable_tqdm do_eval
-    eval_delay eval_on_start eval_steps eval_strategy fp16 fsdp fsdp_config full_determinism
-    gradient_accumulation_steps gradient_checkpointing_kwargs greater_is_better ignore_data_skip learning_rate
-    load_in_4bit local_rank log_level log_level_replica log_on_each_node logging_first_step logging_steps
-    lora_alpha lora_r loss_type lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
-    metric_for_best_model model_name_or_path model_revision neftune_noise_alpha num_train_epochs optim optim_args
-    optim_target_modules output_dir per_device_eval_batch_size per_device_train_batch_size project report_to
-    restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_only_model save_steps
-    save_strategy save_total_limit seed skip_memory_metrics tf32 torch_compile_backend torch_empty_cache_steps
-    trackio_bucket_id trackio_space_id trackio_static_space_id use_dora use_rslora warmup_steps weight_decay
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading
+    dataloader_pin_memory dataloader_prefetch_factor dataset_config dataset_name dataset_num_proc dataset_test_split
+    dataset_train_split ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph debug deepspeed
+    disable_tqdm do_eval eval_delay eval_on_start eval_steps eval_strategy fsdp fsdp_config full_determinism
+    gradient_checkpointing_kwargs greater_is_better ignore_data_skip local_rank log_level log_level_replica
+    log_on_each_node logging_first_step logging_steps metric_for_best_model output_dir per_device_eval_batch_size
+    project report_to restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_only_model
+    save_steps save_strategy save_total_limit skip_memory_metrics torch_empty_cache_steps trackio_bucket_id
+    trackio_space_id trackio_static_space_id
     """.split()  # noqa: SIM905 - as a list, each name would take a line
 )
 
 
-def test_every_inherited_field_is_used_or_refused() -> None:
-    """A new version of TRL or transformers may bring fields, which nothing here reads until somebody looks."""
+def test_every_inherited_field_is_refused_compared_or_free() -> None:
+    """A new version of TRL or transformers may bring fields, which nothing here reads until somebody looks.
+
+    A resumed run is compared in the fields on which the weights depend.
+    """
     names = {field.name for arguments in (RunArguments, TrainingConfig) for field in dataclasses.fields(arguments)}
     # What the classes declare themselves is this project's own, or has another default or help here.
     own_names = {*RunArguments.__annotations__, *TrainingConfig.__annotations__}
-    assert names - own_names - set(FIXED_FIELDS) - USED_FIELDS == set()
-    assert USED_FIELDS & set(FIXED_FIELDS) == set()
+    compared_names = set(COMPARED_ARGUMENTS)
+    assert names - own_names - set(FIXED_FIELDS) - compared_names - FREE_FIELDS == set()
+    assert FREE_FIELDS & (compared_names | set(FIXED_FIELDS)) == set()
+    assert compared_names & set(FIXED_FIELDS) == set()
 
 
 # Some of the fields that nothing reads, with a value that would be ignored.
@@ -178,6 +188,16 @@ IGNORED_FIELDS: dict[str, Any] = {
     "hub_strategy": "end",
     "trust_remote_code": True,
 }
+
+
+def test_the_help_lists_this_projects_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        sft.main(["--help"])
+    assert not end.value.code
+    printed = capsys.readouterr().out
+    for name in {*RunArguments.__annotations__, "config", "max_steps"} - {"recipe"}:
+        assert f"--{name}" in printed
+    assert "Held-out rows to evaluate the model on" in printed
 
 
 def test_a_field_that_nothing_reads_is_refused(recipe: Path) -> None:

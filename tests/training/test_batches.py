@@ -89,7 +89,7 @@ def test_the_accumulation_steps_follow_from_the_global_batch(fields: dict[str, A
     rows = Dataset.from_dict({"length": lengths, "num_tiles": [1] * 30})
     args = TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_train_batch_size=2)
     run_args = RunArguments(dataset_name="", stage="align", **fields)
-    batches, accumulation_steps = deal_rows(run_args, args, rows, blank=4)  # a blank picture has 4 tokens
+    batches, accumulation_steps = deal_rows(run_args, args, rows, num_blank_tokens=4)  # a blank picture has 4 tokens
     assert accumulation_steps == expected_steps
     first_epoch = list(batches)
     row_numbers = [number for batch in first_epoch for number in batch]
@@ -99,7 +99,7 @@ def test_the_accumulation_steps_follow_from_the_global_batch(fields: dict[str, A
     batches.set_epoch(1)
     assert list(batches) != first_epoch
     args.data_seed = 7
-    other_batches, _ = deal_rows(run_args, args, rows, blank=4)
+    other_batches, _ = deal_rows(run_args, args, rows, num_blank_tokens=4)
     assert list(other_batches) != first_epoch
 
 

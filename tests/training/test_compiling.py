@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, changed_weights, load_weights, read_metrics, run
 from training.folders.run import Run
-from training.modules.compiling import ONE_GRAPH, compile_modules, compiled_modules
+from training.modules.compiling import ONE_GRAPH, compile_modules, modules_to_compile
 
 
 @pytest.fixture(autouse=True)
@@ -100,12 +100,32 @@ def test_the_encoder_and_the_projector_are_compiled_in_one_graph_each(
         return [features, *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
 
     expected_results = [features_and_gradients(num_images) for num_images in (2, 5)]
-    compile_modules(compiled_modules(model), backend=backend)
+    compile_modules(modules_to_compile(model), backend=backend)
     results = [features_and_gradients(num_images) for num_images in (2, 5)]
     for tensors, expected_tensors in zip(results, expected_results, strict=True):
         for tensor, expected in zip(tensors, expected_tensors, strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
     assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+def test_hooks_that_take_off_others_are_for_one_pass_of_what_is_compiled(
+    make_model_folder: Callable[..., Path],
+) -> None:
+    model = load_model(make_model_folder())
+    modules = modules_to_compile(model)
+
+    def count_hooks() -> int:
+        return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+    assert count_hooks() == 0
+    compile_modules(modules, backend="eager")
+    assert count_hooks() == len(modules)
+
+    size = model.config.vision_config.image_size
+    input_ids = torch.full((1, 4), model.config.image_token_id)
+    model(input_ids=input_ids, pixel_values=torch.zeros(1, 3, size, size), use_cache=False)
+    assert count_hooks() == 0
     assert not counters["graph_break"]
 
 

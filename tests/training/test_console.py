@@ -41,6 +41,22 @@ def test_the_console_shows_a_table(
     assert "grad_norm/" not in printed.out
 
 
+def test_a_run_too_short_to_be_logged_says_so(
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All 30 rows are one step, and the run logs every second step."""
+    fields = {**INSTRUCT, "model_name_or_path": str(make_model_folder()), "dataset_name": str(data)}
+    run(tmp_path, **fields, global_batch_size=30, output_dir=str(tmp_path / "short"))
+    assert "= global batch 30, 1 step in all; arithmetic in" in caplog.text
+    assert "The run ends before step 2, the first that would be logged" in caplog.text
+    assert read_steps(tmp_path / "short") == []
+
+    caplog.clear()
+    run(tmp_path, **fields, output_dir=str(tmp_path / "long"))
+    assert "= global batch 4, 8 steps in all; arithmetic in" in caplog.text
+    assert "would be logged" not in caplog.text
+
+
 def test_ctrl_c_ends_a_run_with_one_line(make_model_folder: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     # One epoch has 99 times the 30 rows, and so lasts longer than the test. At the end of an epoch, the data loader's
     # workers end, and a Ctrl-C at that moment would make them print a traceback.

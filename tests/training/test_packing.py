@@ -276,7 +276,7 @@ def test_packing_loses_no_sample_and_is_refused_only_if_nothing_fits(
 def test_a_sample_that_is_too_long_with_the_blank_picture_is_refused() -> None:
     sizes = Dataset.from_dict({"length": [100, 50], "num_tiles": [0, 0]})
     with pytest.raises(ValueError, match=r"the longest has 829 .text alone gets a blank picture of 729"):
-        plan_packing(sizes, blank=729, samples_per_step=2, num_processes=1, seeds=[42], packed_length=800)
+        plan_packing(sizes, num_blank_tokens=729, samples_per_step=2, num_processes=1, seeds=[42], packed_length=800)
 
 
 def test_a_step_whose_samples_do_not_fit_is_refused() -> None:
@@ -287,14 +287,14 @@ def test_a_step_whose_samples_do_not_fit_is_refused() -> None:
     """
     sizes = Dataset.from_dict({"length": [500] * 9, "num_tiles": [0] * 9})
     with pytest.raises(ValueError, match="samples of a step can't be packed into rows of 800 tokens on 3 process"):
-        plan_packing(sizes, blank=0, samples_per_step=4, num_processes=3, seeds=[42], packed_length=800)
+        plan_packing(sizes, num_blank_tokens=0, samples_per_step=4, num_processes=3, seeds=[42], packed_length=800)
 
 
 def test_a_last_short_step_takes_as_many_passes_as_it_needs() -> None:
     """Four samples make a step of two passes on two processes. The last three need two passes as well."""
     sizes = Dataset.from_dict({"length": [700] * 7, "num_tiles": [1] * 7})
     options = {"samples_per_step": 4, "num_processes": 2}
-    accumulation_steps = plan_packing(sizes, blank=0, **options, seeds=[42], packed_length=800)
+    accumulation_steps = plan_packing(sizes, num_blank_tokens=0, **options, seeds=[42], packed_length=800)
     assert accumulation_steps == 2
     rows = packed_batches(np.array(sizes["length"]), **options, accumulation_steps=accumulation_steps, seed=42)
     assert [len(row) for row in rows] == [1, 1, 1, 1, 1, 1, 1, 0]
@@ -306,7 +306,7 @@ def test_held_out_rows_are_packed_into_rows_of_the_packed_length(
 ) -> None:
     sizes = Dataset.from_dict({"length": [40, 60, 85, 90, 10, 20, 30], "num_tiles": [0, 1, 0, 1, 0, 0, 1]})
     args: Any = SimpleNamespace(per_device_eval_batch_size=3, world_size=1, process_index=0)
-    batches = list(deal_held_out(args, sizes, blank=10, packed_length=packed_length))
+    batches = list(deal_held_out(args, sizes, num_blank_tokens=10, packed_length=packed_length))
     assert [len(batch) for batch in batches] == num_rows
     assert [row for batch in batches for row in batch] == list(range(7))
     if packed_length is not None:
@@ -317,7 +317,7 @@ def test_a_held_out_row_that_is_too_long_to_be_packed_is_refused() -> None:
     sizes = Dataset.from_dict({"length": [40, 95], "num_tiles": [1, 0]})
     args: Any = SimpleNamespace(per_device_eval_batch_size=3)
     with pytest.raises(UserError, match="held-out row has 105 tokens, more than packed_length 100"):
-        deal_held_out(args, sizes, blank=10, packed_length=100)
+        deal_held_out(args, sizes, num_blank_tokens=10, packed_length=100)
 
 
 def test_a_packed_row_without_pictures_leaves_room_for_the_blank_picture(

@@ -143,6 +143,23 @@ def test_a_run_resumes_from_a_checkpoint_given_by_path_and_moves_later_ones_away
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
 
 
+def test_a_resumed_run_takes_the_rates_and_options_that_it_is_given_now(
+    finished_fields: dict[str, Any], killed_dir: Path
+) -> None:
+    fields = {**finished_fields, "output_dir": str(killed_dir), "resume_from_checkpoint": True, "resume_changed": True}
+    changes = {"learning_rate": 2e-3, "norm_learning_rate": 5e-4, "adam_beta2": 0.95}
+    run(killed_dir, **{**fields, **changes, "logging_steps": 1})
+
+    # The rates fall to 0 in the eight steps of the run, which goes on with step 7.
+    for step, part in zip(read_steps(killed_dir)[-2:], (2 / 8, 1 / 8), strict=True):
+        assert step["learning_rate"] == pytest.approx(part * 2e-3)
+        assert step["learning_rate/multi_modal_projector.norm"] == pytest.approx(part * 5e-4)
+        assert step["learning_rate/vision_tower"] == pytest.approx(part * 2e-4)
+
+    optimizer = torch.load(killed_dir / "checkpoint-8" / "optimizer.pt")
+    assert {tuple(group["betas"]) for group in optimizer["param_groups"]} == {(0.9, 0.95)}
+
+
 def test_a_checkpoint_elsewhere_is_refused_if_the_output_folder_holds_another_run(
     finished_fields: dict[str, Any], killed_dir: Path
 ) -> None:

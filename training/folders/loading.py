@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
+    AutoModelForImageTextToText,
     AutoProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -118,14 +118,14 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> LlavaForCondition
         options["dtype"] = args.frozen_dtype
         options["device_map"] = {"": args.device}  # the whole model on one device
 
-    # A config with key adapters has a model class of its own.
-    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with errors_named_after(name):
-        model, report = model_class.from_pretrained(
-            name, revision=run_args.model_revision, output_loading_info=True, **options
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            name, config=config, revision=run_args.model_revision, output_loading_info=True, **options
         )
     # A NormLlava refuses such weights itself. A Llava would go on with random ones.
     misfit = describe_misfit(report)
+    # `describe_misfit` lets a norm's weights stay unused, since they may be left out on purpose. Here that would train
+    # a model without the norm that it has.
     dropped = [key for key in report["unexpected_keys"] if "multi_modal_projector" in key]
     if misfit is None and dropped:
         misfit = f"Weights unexpected: {min(dropped)}"

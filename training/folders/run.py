@@ -26,13 +26,14 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 # name the data are left out, because the data is compared by its content.
 COMPARED_ARGUMENTS = (
     "stage", "model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
-    "attn_implementation", "torch_compile", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
+    "attn_implementation", "torch_compile", "torch_compile_backend", "tf32",
+    "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length", "max_length",
     "max_tiles", "num_train_epochs", "max_steps", "dataset_streaming", "seed", "data_seed", "bf16",
     "fp16", "learning_rate", "vision_learning_rate", "projector_learning_rate", "norm_learning_rate",
-    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay", "adam_beta1",
-    "adam_beta2", "adam_epsilon", "max_grad_norm", "clip_by_module", "loss_type", "neftune_noise_alpha",
-    "key_mmd_weight", "key_gram_weight",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "optim_target_modules",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "clip_by_module", "loss_type",
+    "neftune_noise_alpha", "key_mmd_weight", "key_gram_weight",
 )  # fmt: skip
 
 

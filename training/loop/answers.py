@@ -34,6 +34,8 @@ from training.rows.collator import VisionLanguageCollator
 MAX_NEW_TOKENS = 64
 # The most characters of a text on the console.
 CONSOLE_WIDTH = 100
+# The trackers that get the answers with their pictures.
+PICTURE_TRACKERS = {"trackio", "wandb", "tensorboard"}
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class HeldOutAnswers(TrainerCallback):
         earlier = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         write_whole(self._path, earlier + "".join(lines))
         print_answer(answers[0])
+        if PICTURE_TRACKERS.isdisjoint(args.report_to):
+            return
         pictures = [prompt.images for prompt in map(self._read_prompt, self._row_numbers)]
         log_tables(args.report_to, answers, pictures)
         for callback in self._trainer.callback_handler.callbacks:
@@ -143,9 +147,9 @@ class HeldOutAnswers(TrainerCallback):
         # As in training, a batch without pictures gets a blank one, which no token sees: a sharded encoder must run on
         # every process or on none.
         row_tokenizer = self._collator.row_tokenizer
-        num_blank = 0 if images else row_tokenizer.tokens_per_tile
+        num_blank_tokens = 0 if images else row_tokenizer.tokens_per_tile
 
-        length = num_blank + max(len(prompt.input_ids) for prompt in prompts)
+        length = num_blank_tokens + max(len(prompt.input_ids) for prompt in prompts)
         rows = []
         masks = []
         for prompt in prompts:
@@ -153,7 +157,7 @@ class HeldOutAnswers(TrainerCallback):
             rows.append(pad(torch.tensor(prompt.input_ids), (padding, 0), value=tokenizer.pad_token_id))
             masks.append(pad(torch.ones(len(prompt.input_ids), dtype=torch.long), (padding, 0)))
         inputs = {"input_ids": torch.stack(rows), "attention_mask": torch.stack(masks)}
-        inputs["input_ids"][0, :num_blank] = row_tokenizer.processor.image_token_id
+        inputs["input_ids"][0, :num_blank_tokens] = row_tokenizer.processor.image_token_id
         inputs["pixel_values"] = self._collator.process_images(images)
 
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}

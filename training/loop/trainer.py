@@ -14,8 +14,10 @@ from accelerate.utils import AutocastKwargs, TorchDynamoPlugin
 from datasets import Dataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import TrainerControl
+from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTTrainer
 from typing_extensions import override
@@ -33,7 +35,7 @@ from training.loop.monitor import ConsoleTable, MetricsFile
 from training.loop.positions import head_at_positions, image_positions, images_at_positions, supervised_tokens
 from training.loop.rehearsal import largest_batches, rehearsal
 from training.modules.attention import unread_mask
-from training.modules.compiling import compile_modules, compiled_modules
+from training.modules.compiling import compile_modules, modules_to_compile
 from training.modules.key_alignment import KeyAlignment, gradient_alone
 from training.modules.module_parameters import TrainedModules, gradient_norm
 from training.modules.stages import ModuleGroup, base_model
@@ -167,7 +169,7 @@ class NormLlavaTrainer(SFTTrainer):
         self.state.compute_steps(self.args, max_steps)
 
         # Listed before FSDP's activation checkpointing wraps the layers, to be compiled inside the wrappers.
-        modules = compiled_modules(self._unwrapped()) if self.args.torch_compile else []
+        modules = modules_to_compile(self._unwrapped()) if self.args.torch_compile else []
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if modules:
             compile_modules(modules, self.args.torch_compile_backend)
@@ -180,6 +182,41 @@ class NormLlavaTrainer(SFTTrainer):
             self._rehearse(model, self._sampler)
         self._run = self._run.with_checkpointing(bool(self.args.gradient_checkpointing))
         return model, loader
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the states of optimizer and scheduler, but keep the rates and the options that this run is given.
+
+        Trainer would put the checkpoint's in their place, though `resume_changed` may have allowed others. The rates
+        of a scheduler that follows the loss depend on the run so far: those remain the checkpoint's.
+        """
+        if checkpoint is None:
+            return
+        self._sort_as_saved(Path(checkpoint) / OPTIMIZER_NAME)
+        given_options = []
+        for group in self.optimizer.param_groups:
+            given_options.append({name: value for name, value in group.items() if name not in ("params", "lr")})
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+        groups = self.optimizer.param_groups
+        for group, options in zip(groups, given_options, strict=True):
+            group.update(options)
+        scheduler = self.lr_scheduler
+        if isinstance(scheduler, LambdaLR):
+            scheduler.base_lrs = [group["initial_lr"] for group in groups]
+            for group, schedule in zip(groups, scheduler.lr_lambdas, strict=True):
+                group["lr"] = group["initial_lr"] * schedule(scheduler.last_epoch)
+            scheduler._last_lr = [group["lr"] for group in groups]  # what is logged for the next step
+
+    def _sort_as_saved(self, file: Path) -> None:
+        """Bring the optimizer's groups into the order of a saved optimizer, whose states torch loads by their order.
+
+        Groups are ordered by their rates, which may have changed. FSDP2 has no such file, and loads states by names.
+        """
+        if file.exists():
+            saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            modules = [group["module"] for group in saved["param_groups"]]
+            self.optimizer.param_groups.sort(key=lambda group: modules.index(group["module"]))
 
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
         """Run the batch with the most tokens and the batch with the most tiles, so that lack of memory shows now.

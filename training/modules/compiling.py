@@ -22,8 +22,8 @@ from normllava.parts import find_decoder
 ONE_GRAPH = "triton.mix_order_reduction_non_strict_mode"
 
 
-def compiled_modules(model: LlavaForConditionalGeneration) -> list[nn.Module]:
-    """The modules of a model that are compiled.
+def modules_to_compile(model: LlavaForConditionalGeneration) -> list[nn.Module]:
+    """The modules of a model that [`compile_modules`] should compile.
 
     They must be listed before FSDP's activation checkpointing wraps layers, to be compiled inside the wrappers.
     """
@@ -36,26 +36,11 @@ def _read_encoder_layers(model: LlavaForConditionalGeneration) -> list[nn.Module
     # An encoder has one list of layers, whose name depends on the encoder.
     layers = next(list(module) for module in encoder.modules() if isinstance(module, nn.ModuleList))
 
-    for layer in layers:
-        layer.register_forward_pre_hook(_take_off_inner_hooks)
-
     # An index of `hidden_states`: the embeddings, and then each layer's output.
     read_layers = model.config.vision_feature_layer
     if isinstance(read_layers, int):
         read_layers = [read_layers]
     return layers[: max(layer % (len(layers) + 1) for layer in read_layers)]
-
-
-def _take_off_inner_hooks(layer: nn.Module, args: Any) -> None:
-    """Remove transformers' hooks inside of an encoder layer.
-
-    In its first pass, transformers gives an encoder hooks that collect the outputs of layers, and also attention
-    weights, which nothing reads in training. The latter are inside of layers, and would break a layer's graph in two.
-    """
-    for module in layer.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if module is not layer and hook.__qualname__.endswith("output_capturing_hook"):
-                del module._forward_hooks[key]
 
 
 def compile_modules(modules: Iterable[nn.Module], backend: str) -> None:
@@ -78,7 +63,25 @@ def compile_modules(modules: Iterable[nn.Module], backend: str) -> None:
     if backend == "inductor" and ONE_GRAPH in torch._inductor.config.get_config_copy():
         options = {ONE_GRAPH: True}
     for module in modules:
+        _take_off_inner_hooks(module)
         _compile_module(module, backend, options)
+
+
+def _take_off_inner_hooks(layer: nn.Module) -> None:
+    """Let a layer's next pass begin with removing transformers' hooks inside of it.
+
+    In its first pass, transformers gives an encoder hooks that collect the outputs of layers, and also attention
+    weights, which nothing reads in training. The latter are inside of layers, and would break a layer's graph in two.
+    """
+
+    def take_off(layer: nn.Module, args: Any) -> None:
+        handle.remove()
+        for module in layer.modules():
+            for key, hook in list(module._forward_hooks.items()):
+                if module is not layer and hook.__qualname__.endswith("output_capturing_hook"):
+                    del module._forward_hooks[key]
+
+    handle = layer.register_forward_pre_hook(take_off)
 
 
 def _compile_module(module: nn.Module, backend: str, options: dict[str, Any] | None) -> None:

@@ -5,6 +5,7 @@ If both give a field, the command line's value counts.
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
@@ -21,7 +22,8 @@ from training.options.refusals import check_arguments
 
 
 FIELDS_HELP = (
-    "Every field is an option: ours stand in docs/reference.md, the others in TRL's SFTConfig and ModelConfig."
+    "Every field of TRL's SFTConfig and ModelConfig is an option too, such as --output_dir, --learning_rate, "
+    "--num_train_epochs, --max_steps, --per_device_train_batch_size and --logging_steps."
 )
 # Fields that older versions of transformers and TRL had, and what to give instead.
 RENAMED_FIELDS = {
@@ -47,9 +49,24 @@ def build_parser() -> TrlParser:
 
 def build_recipe_parser() -> argparse.ArgumentParser:
     """The parser of `--config`, which is read before all other options."""
-    parser = argparse.ArgumentParser(prog="training/sft.py", epilog=FIELDS_HELP, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="training/sft.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this help, and exit")
     parser.add_argument("--config", metavar="RECIPE", help="YAML file of a run's fields; options win over it")
     return parser
+
+
+def build_help_parser(parser: TrlParser) -> argparse.ArgumentParser:
+    """The parser that prints `--help`. Of the hundreds of fields in `parser` it lists this project's own."""
+    help_parser = argparse.ArgumentParser(
+        usage="training/sft.py --config RECIPE [--FIELD VALUE ...]",
+        epilog=FIELDS_HELP,
+        parents=[build_recipe_parser()],
+        add_help=False,
+    )
+    for action in parser._actions:  # argparse has no public list of options
+        if action.dest in RunArguments.__annotations__:
+            help_parser._add_action(action)
+    return help_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, TrainingConfig]:
@@ -72,6 +89,9 @@ def read_fields(parser: TrlParser, argv: Sequence[str] | None = None) -> dict[st
         UserError: if the recipe can't be read, or a field is unknown.
     """
     parsed, command_line_options = build_recipe_parser().parse_known_args(argv)
+    if parsed.help:
+        build_help_parser(parser).print_help()
+        sys.exit()
     recipe_path = parsed.config
     for word in command_line_options:
         if word.startswith("--"):

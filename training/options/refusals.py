@@ -263,12 +263,22 @@ def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
-    """If a run names held-out rows, it evaluates on them. The loss of an evaluation is the cross entropy."""
+    """A run evaluates if it names held-out rows, and only then. The loss of an evaluation is the cross entropy.
+
+    The best checkpoint is the one with the lowest loss in the evaluations during training. Of the loss with blank
+    pictures Trainer would take the highest.
+    """
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     if args.do_eval and not evaluates:
         raise UserError("do_eval alone evaluates nothing: give eval_dataset_name and an eval_strategy.")
     if run_args.eval_dataset_name and not evaluates:
         raise UserError("eval_dataset_name needs an eval_strategy, or eval_on_start.")
+    if evaluates and not run_args.eval_dataset_name:
+        raise UserError("eval_strategy and eval_on_start need held-out rows: give eval_dataset_name.")
+    if args.save_strategy == "best" and (args.eval_strategy == "no" or args.metric_for_best_model is None):
+        raise UserError("save_strategy 'best' needs an eval_strategy, and metric_for_best_model: loss.")
+    if args.metric_for_best_model not in (None, "loss", "eval_loss"):
+        raise UserError(f"metric_for_best_model must be loss, got {args.metric_for_best_model}.")
     if evaluates and args.loss_type == "dft":
         raise UserError(
             "loss_type 'dft' weighs each token by its probability, so eval/loss would be no cross entropy: leave out "

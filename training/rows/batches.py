@@ -71,7 +71,7 @@ DEFAULT_BATCH_SIZE: int = TrainingConfig.per_device_train_batch_size
 
 
 def deal_rows(
-    run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, blank: int
+    run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, num_blank_tokens: int
 ) -> tuple[Batches | None, int]:
     """Deal checked rows into batches.
 
@@ -80,7 +80,7 @@ def deal_rows(
         args: The arguments of training, which tell the batch size of a process, the seed, and the numbers of epochs
             and processes.
         rows: The checked rows, or a stream of rows.
-        blank: Number of tokens of the blank picture that a batch without pictures gets.
+        num_blank_tokens: Number of tokens of the blank picture that a batch without pictures gets.
 
     Returns:
         This process's batches (`None` for a stream, which makes its own), and the number of accumulation steps.
@@ -89,7 +89,7 @@ def deal_rows(
         UserError: if `rows` can't be dealt into batches of these sizes.
     """
     if run_args.packed_length is not None:
-        return deal_packed(run_args, args, rows, blank)
+        return deal_packed(run_args, args, rows, num_blank_tokens)
 
     accumulation_steps = args.gradient_accumulation_steps
     if run_args.global_batch_size is not None:
@@ -139,7 +139,7 @@ def fit_batch_size(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def deal_packed(
-    run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, blank: int
+    run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, num_blank_tokens: int
 ) -> tuple[Batches, int]:
     """Deal checked rows into packed batches, with the arguments and results of [`deal_rows`]."""
     samples_per_step = run_args.global_batch_size
@@ -155,7 +155,7 @@ def deal_packed(
     seed = data_seed(args)
     accumulation_steps = plan_packing(
         rows,
-        blank,
+        num_blank_tokens,
         samples_per_step=samples_per_step,
         num_processes=args.world_size,
         seeds=range(seed, seed + num_epochs),
@@ -175,7 +175,7 @@ def deal_packed(
     return Batches(deal, args), accumulation_steps
 
 
-def deal_held_out(args: TrainingConfig, rows: Dataset, blank: int, packed_length: int | None) -> Batches:
+def deal_held_out(args: TrainingConfig, rows: Dataset, num_blank_tokens: int, packed_length: int | None) -> Batches:
     """This process's batches of held-out rows.
 
     The rows keep their order. Each batch has the same rows for any number of processes: at most
@@ -184,17 +184,18 @@ def deal_held_out(args: TrainingConfig, rows: Dataset, blank: int, packed_length
     Args:
         args: The arguments of training.
         rows: The checked held-out rows.
-        blank: Number of tokens of the blank picture that a packed row without pictures gets.
+        num_blank_tokens: Number of tokens of the blank picture that a packed row without pictures gets.
         packed_length: The most tokens that a packed row may have; `None` if rows are padded.
 
     Raises:
         UserError: if a row is too long for a packed row.
     """
-    packed = PackedLengths(rows, blank)
+    packed = PackedLengths(rows, num_blank_tokens)
     if packed_length is not None and packed.longest > packed_length:
         raise UserError(
             f"A held-out row has {packed.longest} tokens, more than packed_length {packed_length} (text alone gets a "
-            f"blank picture of {blank}). Raise packed_length, or leave long rows out: max_length and bad_rows: skip."
+            f"blank picture of {num_blank_tokens}). Raise packed_length, or leave long rows out: max_length and "
+            "bad_rows: skip."
         )
 
     batches: list[list[int]] = []
@@ -215,22 +216,22 @@ class PackedLengths:
 
     Args:
         rows: The samples, with columns `length` (number of tokens) and `num_tiles`.
-        blank: Number of tokens of the blank picture that a packed row without pictures gets.
+        num_blank_tokens: Number of tokens of the blank picture that a packed row without pictures gets.
 
     Attributes:
         longest: The number of tokens of the longest sample alone in a packed row.
     """
 
-    def __init__(self, rows: Dataset, blank: int) -> None:
+    def __init__(self, rows: Dataset, num_blank_tokens: int) -> None:
         self._lengths = row_lengths(rows)
         self._has_images = integer_column(rows, "num_tiles") > 0
-        self._blank = blank
-        self.longest = int(np.where(self._has_images, self._lengths, self._lengths + blank).max())
+        self._num_blank_tokens = num_blank_tokens
+        self.longest = int(np.where(self._has_images, self._lengths, self._lengths + num_blank_tokens).max())
 
     def length(self, samples: list[int]) -> int:
         """The number of tokens of a packed row of these samples."""
         length = int(self._lengths[samples].sum())
-        return length if self._has_images[samples].any() else length + self._blank
+        return length if self._has_images[samples].any() else length + self._num_blank_tokens
 
 
 def padded_batches(num_rows: int, batch_size: int, num_processes: int, seed: int) -> list[list[int]]:
@@ -310,13 +311,18 @@ def partition_samples(lengths: list[int], num_rows: int) -> list[list[int]]:
 
 
 def plan_packing(
-    rows: Dataset, blank: int, samples_per_step: int, num_processes: int, seeds: Sequence[int], packed_length: int
+    rows: Dataset,
+    num_blank_tokens: int,
+    samples_per_step: int,
+    num_processes: int,
+    seeds: Sequence[int],
+    packed_length: int,
 ) -> int:
     """The smallest number of accumulation steps with which no packed row of a run is too long.
 
     Args:
         rows: The samples, with columns `length` (number of tokens) and `num_tiles`.
-        blank: Number of tokens of the blank picture that a packed row without pictures gets.
+        num_blank_tokens: Number of tokens of the blank picture that a packed row without pictures gets.
         samples_per_step: Number of samples in an optimizer step over all processes.
         num_processes: Number of processes.
         seeds: The seed of each epoch of the run.
@@ -326,7 +332,7 @@ def plan_packing(
         UserError: if with any number of accumulation steps a packed row is too long.
     """
     lengths = row_lengths(rows)
-    packed = PackedLengths(rows, blank)
+    packed = PackedLengths(rows, num_blank_tokens)
 
     def all_rows_fit(accumulation_steps: int) -> bool:
         for seed in seeds:
@@ -345,8 +351,9 @@ def plan_packing(
                 return accumulation_steps
     raise UserError(
         f"The {samples_per_step} samples of a step can't be packed into rows of {packed_length} tokens on "
-        f"{num_processes} processes; the longest has {packed.longest} (text alone gets a blank picture of {blank}). "
-        "Raise packed_length, change global_batch_size, or leave long rows out with max_length and bad_rows: skip."
+        f"{num_processes} processes; the longest has {packed.longest} (text alone gets a blank picture of "
+        f"{num_blank_tokens}). Raise packed_length, change global_batch_size, or leave long rows out with max_length "
+        "and bad_rows: skip."
     )
 
 

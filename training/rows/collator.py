@@ -85,11 +85,11 @@ class VisionLanguageCollator:
 
         if not has_images:
             # Every row gets more masked padding on the right, and in the first row this padding becomes image tokens.
-            num_blank = self.row_tokenizer.tokens_per_tile
-            batch["input_ids"] = pad(batch["input_ids"], (0, num_blank), value=self._pad_id)
-            batch["labels"] = pad(batch["labels"], (0, num_blank), value=IGNORED)
-            batch["attention_mask"] = pad(batch["attention_mask"], (0, num_blank), value=0)
-            batch["input_ids"][0, -num_blank:] = self.row_tokenizer.processor.image_token_id
+            num_blank_tokens = self.row_tokenizer.tokens_per_tile
+            batch["input_ids"] = pad(batch["input_ids"], (0, num_blank_tokens), value=self._pad_id)
+            batch["labels"] = pad(batch["labels"], (0, num_blank_tokens), value=IGNORED)
+            batch["attention_mask"] = pad(batch["attention_mask"], (0, num_blank_tokens), value=0)
+            batch["input_ids"][0, -num_blank_tokens:] = self.row_tokenizer.processor.image_token_id
         return batch
 
     @property

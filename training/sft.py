@@ -28,9 +28,9 @@ import torch
 from transformers import LlavaConfig
 
 from normllava.conversations.chat_template import plain_template
-from normllava.conversations.measured import RowCheck
+from normllava.conversations.checked_rows import RowCheck
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.conversations.sources import find_source
-from normllava.conversations.tokens import RowTokenizer
 from normllava.errors import UserError
 from training.folders.checkpoints import (
     check_weights,

@@ -9,8 +9,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
-from normllava.conversations.measured import RowCheck
-from normllava.conversations.tokens import RowTokenizer
+from normllava.conversations.checked_rows import RowCheck
+from normllava.conversations.row_tokenizer import RowTokenizer
 from training import sft
 from training.rows.collator import VisionLanguageCollator
 

@@ -13,8 +13,8 @@ from transformers import AutoProcessor
 from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.conversations.chat_template import plain_template
 from normllava.conversations.layouts import read_row
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.conversations.rows import BadRowError
-from normllava.conversations.tokens import RowTokenizer
 from training.modules.stages import LearningRates, Stage, prepare_stage
 from training.rows.collator import VisionLanguageCollator
 

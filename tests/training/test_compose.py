@@ -40,7 +40,7 @@ from transformers import (
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from normllava.conversations.chat_template import chat_format, chat_template
-from normllava.conversations.tokens import RowTokenizer
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.errors import UserError
 from normllava.llava import add_norm
 from script_runs import ROOT

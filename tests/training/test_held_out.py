@@ -16,7 +16,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava.conversations.chat_template import plain_template
 from normllava.conversations.loading import load_rows
 from normllava.conversations.pictures import open_images
-from normllava.conversations.tokens import IGNORED, RowTokenizer
+from normllava.conversations.row_tokenizer import IGNORED, RowTokenizer
 from script_runs import INSTRUCT, PACKED, changed_weights, read_metrics, read_steps, run
 from training import sft
 

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaProcessor
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from normllava.conversations.tokens import RowTokenizer
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.errors import UserError
 from training.compose import compose, interface_norms, main
 from training.composing.align import align

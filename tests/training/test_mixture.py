@@ -13,8 +13,8 @@ from transformers import AutoProcessor
 
 from normllava.conversations.loading import load_rows
 from normllava.conversations.pictures import open_images
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.conversations.rows import Row
-from normllava.conversations.tokens import RowTokenizer
 from script_runs import INSTRUCT, PACKED, read_metrics, run
 from training import sft
 from training.folders.run import Run

@@ -28,7 +28,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from normllava import NormMonitor
-from normllava.conversations.tokens import RowTokenizer
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.errors import UserError
 from script_runs import collate
 from training.rows.batches import deal_held_out, packed_batches, plan_packing, require_separate_samples

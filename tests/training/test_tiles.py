@@ -12,9 +12,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from modeling_normllava import NormLlavaForConditionalGeneration
+from normllava.conversations.checked_rows import RowCheck, tokenize_rows
 from normllava.conversations.loading import load_rows
-from normllava.conversations.measured import RowCheck, tokenize_rows
-from normllava.conversations.tokens import RowTokenizer
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.errors import UserError
 from script_runs import INSTRUCT, PACKED, changed_weights, run
 from training.compose import compose, describe_model, main

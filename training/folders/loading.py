@@ -15,8 +15,8 @@ from transformers import (
 
 import training.modules.attention  # noqa: F401 - registers "varlen"
 from modeling_normllava.modeling_normllava import describe_misfit
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.conversations.rows import BadRowError
-from normllava.conversations.tokens import RowTokenizer
 from normllava.errors import UserError, errors_named_after
 from normllava.files import folder_or_id
 from training.modules.adapters import add_adapters, quantization_config

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from normllava.conversations.measured import integer_column, row_lengths
+from normllava.conversations.checked_rows import integer_column, row_lengths
 from normllava.errors import UserError
 from training.rows.batches import Batches
 

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from transformers import MODEL_MAPPING, PreTrainedConfig
 from typing_extensions import override
 
-from normllava.conversations.measured import integer_column, row_lengths
+from normllava.conversations.checked_rows import integer_column, row_lengths
 from normllava.errors import UserError
 from training.options.arguments import RunArguments, TrainingConfig
 

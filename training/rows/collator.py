@@ -8,9 +8,9 @@ from torch.nn.functional import pad
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from normllava.conversations.pictures import open_images
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.conversations.rows import Row
 from normllava.conversations.tiles import tile_options
-from normllava.conversations.tokens import RowTokenizer
 from normllava.tokens import IGNORED, Inputs, blank_samples
 
 

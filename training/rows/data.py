@@ -9,10 +9,10 @@ from pathlib import Path
 
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
+from normllava.conversations.checked_rows import RowCheck, integer_column, keep_good_rows, tokenize_rows
 from normllava.conversations.loading import has_splits, load_rows, stream_fingerprint
-from normllava.conversations.measured import RowCheck, integer_column, keep_good_rows, tokenize_rows
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.conversations.sources import find_source
-from normllava.conversations.tokens import RowTokenizer
 from normllava.errors import UserError
 from training.folders.run import SourceRecord
 from training.options.arguments import RunArguments, SourceArguments, TrainingConfig

@@ -20,7 +20,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
-from normllava.conversations.measured import RowCheck
+from normllava.conversations.checked_rows import RowCheck
 from normllava.conversations.rows import BadRowError, Row
 from normllava.errors import UserError
 from normllava.files import write_whole

@@ -53,7 +53,8 @@ def make_start(seed: int, folder: Path) -> None:
     """Make a seed's shared start: compose a model, scale its projector to T, align the projector, and save the model.
 
     `training/compose.py --projector_norm none --scale_projector --aligned_start` does the same. But here the folder
-    also gets `START_FILE`, which has the number k: the norm of image tokens before the projector was scaled, divided by T.
+    also gets `START_FILE`, which has the number k: the norm of image tokens before the projector was scaled, divided
+    by T.
     """
     # The model is composed twice from the same random numbers: once to measure k, and once with the scaled projector.
     arguments: dict[str, Any] = {

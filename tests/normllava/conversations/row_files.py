@@ -8,8 +8,8 @@ from datasets import Dataset
 from PIL import Image as PILImage
 from transformers import AutoProcessor
 
-from normllava.conversations.measured import RowCheck, keep_good_rows, tokenize_rows
-from normllava.conversations.tokens import RowTokenizer
+from normllava.conversations.checked_rows import RowCheck, keep_good_rows, tokenize_rows
+from normllava.conversations.row_tokenizer import RowTokenizer
 
 
 # The colour of all pixels of the picture a.png.

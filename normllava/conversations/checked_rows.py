@@ -22,8 +22,8 @@ from datasets.fingerprint import Hasher
 from normllava.conversations.columns import cache_file
 from normllava.conversations.layouts import PICTURE_COLUMNS
 from normllava.conversations.pictures import open_images
+from normllava.conversations.row_tokenizer import RowTokenizer
 from normllava.conversations.rows import BadRowError, Row, check_row, picture_path, row_images, row_turns
-from normllava.conversations.tokens import RowTokenizer
 from normllava.files import hash_files
 
 

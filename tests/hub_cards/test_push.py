@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
-from hub_cards import llama_cpp_files, model_folder, verify
+from hub_cards import model_folder, verify
 from hub_cards.check import find_faults
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
@@ -318,9 +318,9 @@ def test_verify_says_that_files_for_llama_cpp_were_not_compared(
 ) -> None:
     """The converter isn't needed for it, and so isn't asked for."""
     place_files(hub, read_tree(release) | {"mmproj-Mine-f32.gguf": b"x", "Mine-f32.gguf": b"x"})
-    monkeypatch.setattr(llama_cpp_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)
     run_command("verify", REPO_ID, "--revision", "v1.0")
-    assert f"Verified: {REPO_ID} at v1.0\nllama.cpp files were not compared: xllamacpp: not installed." in caplog.text
+    assert f"Verified: {REPO_ID} at v1.0\nllama.cpp files were not compared: pip install" in caplog.text
 
 
 def test_verify_refuses_a_folder_of_another_release(release: Path, hub: HubServer) -> None:

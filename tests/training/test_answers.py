@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from normllava.conversations.loading import load_rows
 from normllava.conversations.pictures import open_images
 from script_runs import INSTRUCT, changed_weights, read_metrics, read_steps, run
-from training.loop import answers as answers_module
 from training.options.arguments import TrainingConfig
 
 
@@ -140,16 +139,6 @@ def test_tensorboard_and_trackio_get_the_answers(
     assert texts == {f"answers/row {row}/text_summary" for row in (0, 3, 7, 10)}
     assert accumulator.Tags()["images"] == ["answers/row 3", "answers/row 7"]  # rows 0 and 10 have no picture
     assert len(list((tmp_path / "trackio" / "media").rglob("*.png"))) == 2
-
-
-def test_without_a_tracker_pictures_are_opened_once(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = []
-    monkeypatch.setattr(answers_module, "open_images", lambda row: opened.append(row) or open_images(row))
-    fields |= {**INSTRUCT, **EVERY_TWO_STEPS, "max_steps": 2, "eval_answers": 4}
-    run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
-    assert len(opened) == 4
 
 
 @pytest.mark.slow

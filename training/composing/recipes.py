@@ -14,10 +14,9 @@ from typing import Any
 import yaml
 from transformers import LlavaConfig
 
-from normllava.errors import UserError
 from training.modules.stages import Stage
 from training.plan import GIB, Batch, StepPlan, describe_time, make_batch, parse_for_gpu, plan_step
-from training.rows.batches import require_separate_samples
+from training.rows.batches import mixes_samples
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,7 @@ def recipe_fields(composed: Composition, stage: Stage) -> str:
 
 def batch_fields(composed: Composition, stage: Stage) -> str:
     """The fields of a recipe that say what a device's batch is: a packed row, or padded rows."""
-    try:
-        require_separate_samples(composed.config.text_config)
-    except UserError:
+    if mixes_samples(composed.config.text_config):
         return PADDED
 
     # A packed row holds at least one sample as it is planned.

@@ -34,8 +34,6 @@ from training.rows.collator import VisionLanguageCollator
 MAX_NEW_TOKENS = 64
 # The most characters of a text on the console.
 CONSOLE_WIDTH = 100
-# The trackers that get the answers with their pictures.
-PICTURE_TRACKERS = {"trackio", "wandb", "tensorboard"}
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,6 @@ class HeldOutAnswers(TrainerCallback):
         earlier = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         write_whole(self._path, earlier + "".join(lines))
         print_answer(answers[0])
-        if PICTURE_TRACKERS.isdisjoint(args.report_to):
-            return
         pictures = [prompt.images for prompt in map(self._read_prompt, self._row_numbers)]
         log_tables(args.report_to, answers, pictures)
         for callback in self._trainer.callback_handler.callbacks:

@@ -357,22 +357,21 @@ def plan_packing(
     )
 
 
-def require_separate_samples(config: PreTrainedConfig) -> None:
-    """Refuse a decoder in which a sample of a packed row influences other samples of the row.
+def mixes_samples(config: PreTrainedConfig) -> bool:
+    """Whether a sample of a packed row influences other samples of the row in a decoder with this config.
 
     Convolutions and state spaces mix samples, and so does attention whose mask doesn't depend on `position_ids`.
-
-    Args:
-        config: The config of the decoder.
-
-    Raises:
-        UserError: if the decoder has such layers or such a mask.
     """
     layer_types = set(getattr(config, "layer_types", None) or ())  # older decoders don't list their layers
     other_layer_types = layer_types - {"full_attention", "sliding_attention"}
     has_state = MODEL_MAPPING[type(config)]._is_stateful
     lacks_sample_masks = config.model_type in DECODERS_WITHOUT_SAMPLE_MASKS
-    if other_layer_types or has_state or lacks_sample_masks:
+    return bool(other_layer_types) or has_state or lacks_sample_masks
+
+
+def require_separate_samples(config: PreTrainedConfig) -> None:
+    """Raises `UserError` if a decoder with this config can't have packed rows."""
+    if mixes_samples(config):
         raise UserError(
             f"packed_length: the decoder ({config.model_type}) mixes the samples of a packed row, in layers that are "
             "not attention or by its mask. Remove packed_length, and give per_device_train_batch_size."

@@ -272,7 +272,7 @@ def test_where_nothing_is_clear_more_pictures_may_tell() -> None:
 def test_without_a_choice_of_answers_the_loss_is_told() -> None:
     answers, advice = sweep_lines({0.3: -CLEAR, 3.0: CLEAR}, answers="one")
     assert answers == (
-        "Loss of the right answer (no two rows give one question different answers): 2 as it is; 2.3 at × 0.3, "
+        "Loss of the right answer (no question has several answers to choose from): 2 as it is; 2.3 at × 0.3, "
         "clearly worse; 1.7 at × 3, clearly better."
     )
     assert "by 3, and ask other questions: the model has a clearly smaller loss there, 1.7, and of 2" in advice

@@ -5,8 +5,8 @@ To find the likeliest answer, the model reads a question once, and then scores a
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,7 @@ BATCH_SIZE = 50
 # Options of `generate` for plain greedy decoding. They are needed because a checkpoint's own generation config may ask
 # for sampling or set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-# Number of answers that `best_answers` scores in one batch for each prompt. After each batch the search may end
-# early.
+# Number of answers that `likeliest` scores in one batch for each prompt. After each batch the search may end early.
 CHUNK_SIZE = 8
 
 
@@ -261,71 +260,45 @@ def _read_answers(
     return logits.float().log_softmax(dim=-1)
 
 
-@dataclass(frozen=True)
-class ScoredAnswer:
-    """One of a list of answers with its score.
-
-    Attributes:
-        score: The answer's log-probability, the sum over its tokens.
-        index: The answer's index in the list.
-    """
-
-    score: float
-    index: int
-
-
-def likeliest(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequence[int]]) -> list[int]:
-    """For each prompt, the index of the answer with the highest log-probability.
-
-    The arguments are those of [`best_answers`].
-    """
-    return [best.index for (best,) in best_answers(model, state, answers, num_best=1)]
-
-
 @torch.no_grad()
-def best_answers(
-    model: PreTrainedModel, state: PromptState, answers: Sequence[Sequence[int]], num_best: int
-) -> list[list[ScoredAnswer]]:
-    """For each prompt, the answers with the highest log-probabilities, the highest first.
+def likeliest(model: PreTrainedModel, state: PromptState, answers: Sequence[Sequence[int]]) -> list[int]:
+    """For each prompt, the index of the answer with the highest log-probability, the sum over its tokens.
 
     An answer can't be likelier than its first token, whose log-probability is known from the prompt. So answers are
     scored in the order of their first tokens' log-probabilities, the highest first. The search ends for a prompt when
-    each of its best answers so far is likelier than the first token of every answer that is left.
+    its best answer so far is likelier than the first token of every answer that is left.
 
     Args:
         model: The model.
         state: What [`read_prompt`] returns for the prompts.
         answers: Token ids of each answer, with its end token. Every prompt has the same answers.
-        num_best: How many answers each prompt gets, at most as many as there are.
     """
     first_tokens = [answer[0] for answer in answers]
     first_scores = state.first_log_probabilities[:, first_tokens].cpu()  # [num_prompts, num_answers]
     order = first_scores.argsort(dim=-1, descending=True, stable=True)  # indices of answers
 
     num_prompts = len(first_scores)
-    best: list[list[ScoredAnswer]] = [[] for _ in range(num_prompts)]
+    best_indices = [0] * num_prompts
+    best_scores = [-math.inf] * num_prompts
     for start in range(0, len(answers), CHUNK_SIZE):
         pairs = []  # of a prompt and an answer to score
         for prompt in range(num_prompts):
             chunk = order[prompt, start : start + CHUNK_SIZE].tolist()
             # `order` descends, so no answer from here on can score more than the first of the chunk.
-            is_open = len(best[prompt]) < num_best or first_scores[prompt, chunk[0]] >= best[prompt][-1].score
-            if is_open:
+            if first_scores[prompt, chunk[0]] >= best_scores[prompt]:
                 pairs += [(prompt, index) for index in chunk]
         if not pairs:
             break
 
-        scores = score_answers(model, state, [prompt for prompt, _ in pairs], [answers[index] for _, index in pairs])
+        scores = _score_answers(model, state, [prompt for prompt, _ in pairs], [answers[index] for _, index in pairs])
         for (prompt, index), score in zip(pairs, scores, strict=True):
-            best[prompt].append(ScoredAnswer(score, index))
-        for prompt in range(num_prompts):
-            # Sorting is stable, so of equal scores the one that was found first stays first.
-            best[prompt] = sorted(best[prompt], key=lambda answer: answer.score, reverse=True)[:num_best]
-    return best
+            if score > best_scores[prompt]:
+                best_indices[prompt] = index
+                best_scores[prompt] = score
+    return best_indices
 
 
-@torch.no_grad()
-def score_answers(
+def _score_answers(
     model: PreTrainedModel, state: PromptState, prompt_indices: Sequence[int], answers: Sequence[Sequence[int]]
 ) -> list[float]:
     """Log-probabilities of answers, each of which follows the prompt with its index in `prompt_indices`."""

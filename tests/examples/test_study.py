@@ -1,18 +1,14 @@
 """The study's plan of runs, its file of records, and its statistics, which are compared with formulas on paper."""
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
 from examples.emoji.study import __main__ as study
-from examples.emoji.study import records as study_records
-from examples.emoji.study import run as study_run
 from examples.emoji.study.analysis import Comparison, compare_arms, compare_by_seed, interaction_p, tabulate_scores
 from examples.emoji.study.cells import (
     FAST_SEEDS,
@@ -22,14 +18,14 @@ from examples.emoji.study.cells import (
     Machine,
     Record,
     all_seeds,
-    cells_left,
     dropped_seeds,
     has_ended,
     runs_that_count,
     seeds_left,
     whole_seeds,
 )
-from examples.emoji.study.records import STUDY_COMMIT, append_line, read_log
+from examples.emoji.study.records import RECORDS, STUDY_COMMIT, read_log
+from examples.emoji.study.scores import percent_right, primary_score
 
 
 CPU = Machine("a CPU", "bfloat16")
@@ -66,6 +62,11 @@ def make_record(arm: Arm, seed: int, percent: float = 30.0, machine: Machine = C
 def make_seeds(seeds: list[int], machine: Machine = CPU) -> list[Record]:
     """Whole seeds, each with a run of every arm."""
     return [make_record(arm, seed, MEANS[arm], machine) for seed in seeds for arm in Arm]
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Write a file of records."""
+    path.write_text("\n".join(json.dumps(line) for line in lines))
 
 
 def make_log(runs: list[Record], crashes: list[Record] | None = None, end: str | None = None) -> Log:
@@ -198,43 +199,50 @@ def test_a_failed_run_counts_with_no_right_name() -> None:
     assert "failed runs, %" in study.report([*runs, failed])
 
 
+def test_a_name_is_right_for_its_drawing_and_for_a_near_copy() -> None:
+    """A ram is drawn as an ewe is. The score is the mean over two artists."""
+    answers = {
+        "twemoji": [("ram", "ewe", -0.1), ("ewe", "ewe", 1.0), ("cat", "ewe", -1.0), ("dog", "ewe", -2.0)],
+        "emojione": [("ewe", "ewe", 1.0), ("cat", "ewe", -1.0), ("dog", "ewe", -1.0), ("fox", "ewe", -1.0)],
+    }
+    record = {"answers": answers, "failed": False}
+    assert percent_right(record, "twemoji") == 50
+    assert primary_score(record) == (50 + 25) / 2
+
+
 # The end
 
 
 def test_results_are_shown_only_at_the_end() -> None:
     a_result = "scaled once less LayerNorm at T"
     runs = make_seeds(all_seeds())
-    # Each run took 10 minutes, so the run that is left takes 0.2 hours.
-    progress = study.describe_progress(make_log(runs[:-1]), CPU)
+    progress = study.describe_progress(make_log(runs[:-1]))
     assert progress.startswith("15 of 16 seeds are whole: 101, 102, 103, 104, 105, 106, 107, 108 at 0.0002; 109, 110")
-    assert "1 runs are left, about 0.2 hours" in progress
+    assert progress.endswith("1 seeds are left, each of 3 runs")
     assert a_result not in progress
 
-    assert a_result in study.describe_progress(make_log(runs), CPU)
+    assert a_result in study.describe_progress(make_log(runs))
 
 
 def test_the_study_ends_early_only_by_a_line_and_with_four_seeds_of_each_rate(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    for run in make_seeds([101, 102, 103, 104, 109, 110, 111]):
-        append_line(path, run)
+    runs = make_seeds([101, 102, 103, 104, 109, 110, 111])
+    write_lines(path, runs)
     assert not has_ended(read_log(path))
 
-    with_end = tmp_path / "ended.jsonl"
-    with_end.write_text(path.read_text())
-    append_line(with_end, {"study_ended": "no time is left"})
+    end = {"study_ended": "no time is left"}
+    write_lines(path, [*runs, end])
     with pytest.raises(ValueError, match="of the seeds 109 to 116 3 are whole"):
-        read_log(with_end)
+        read_log(path)
 
-    for run in make_seeds([112]):
-        append_line(with_end, run)
-    log = read_log(with_end)
+    write_lines(path, [*runs, end, *make_seeds([112])])
+    log = read_log(path)
     assert has_ended(log)
-    assert "no time is left" in study.describe_progress(log, CPU)
+    assert "no time is left" in study.describe_progress(log)
 
 
 def test_the_committed_records_can_be_reported() -> None:
-    log = read_log(study_records.RECORDS)
-    assert study.describe_progress(log, CPU)
+    assert study.describe_progress(read_log(RECORDS))
 
 
 # The plan of runs
@@ -244,31 +252,17 @@ def test_both_rates_advance_together() -> None:
     assert all_seeds() == [101, 109, 102, 110, 103, 111, 104, 112, 105, 113, 106, 114, 107, 115, 108, 116]
 
 
-def cells_of(log: Log, machine: Machine) -> list[tuple[int, str]]:
-    return [(cell.seed, cell.arm.value) for cell in cells_left(log, machine)]
-
-
 @pytest.mark.parametrize(
     "other", [pytest.param(GPU, id="processor"), pytest.param(Machine("a CPU", "float32"), id="arithmetic")]
 )
-def test_all_arms_of_a_seed_run_on_one_processor_in_one_arithmetic(other: Machine) -> None:
-    here_has_finished_101 = make_seeds([101])
-    here_has_begun_109 = [make_record(Arm.NOTHING, 109)]
-    other_has_begun_102 = [make_record(arm, 102, machine=other) for arm in (Arm.NOTHING, Arm.SCALED)]
-    log = make_log(here_has_finished_101 + here_has_begun_109 + other_has_begun_102)
-
-    # A machine first finishes the seed that it has begun. The seed that the other has begun comes last, with all arms.
-    here = cells_of(log, CPU)
-    assert here[:2] == [(109, "scaled once"), (109, "LayerNorm at T")]
-    assert here[2][0] == 110
-    assert here[-3:] == [(102, arm.value) for arm in Arm]
-
-    there = cells_of(log, other)
-    assert there[0] == (102, "LayerNorm at T")
-    assert there[-3:] == [(109, arm.value) for arm in Arm]
-
+def test_a_seed_is_whole_only_on_one_processor_in_one_arithmetic(other: Machine) -> None:
+    whole = make_seeds([101])
+    on_two_machines = [make_record(arm, 102, machine=other) for arm in (Arm.NOTHING, Arm.SCALED)]
+    on_two_machines.append(make_record(Arm.LAYER_NORM, 102))
+    log = make_log(whole + on_two_machines)
     assert whole_seeds(log.runs) == {101: CPU}
-    assert runs_that_count(log.runs) == here_has_finished_101
+    assert runs_that_count(log.runs) == whole
+    assert 102 in seeds_left(log)
 
 
 def test_a_seed_counts_on_the_machine_that_finished_it_first() -> None:
@@ -288,7 +282,7 @@ def test_a_seed_leaves_with_all_its_arms_after_two_crashes_of_a_run() -> None:
     assert dropped_seeds(log) == [101]
     assert 101 not in seeds_left(log)
     assert {run["seed"] for run in runs_that_count(log.runs)} == {109}
-    assert "left the study after two crashes of a run: 101" in study.describe_progress(log, CPU)
+    assert "left the study after two crashes of a run: 101" in study.describe_progress(log)
 
     # With all others whole, the study has ended.
     others = [seed for seed in all_seeds() if seed != 101]
@@ -298,25 +292,20 @@ def test_a_seed_leaves_with_all_its_arms_after_two_crashes_of_a_run() -> None:
 # The file of records
 
 
-def write_records(path: Path, records: list[Record]) -> None:
-    """Write a file with a record in each line."""
-    path.write_text("\n".join(json.dumps(record) for record in records))
-
-
 def test_a_line_that_is_twice_in_the_file_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     records = make_seeds([101])
-    write_records(path, records + records)
+    write_lines(path, records + records)
     assert read_log(path).runs == records
 
 
 def test_two_different_records_of_a_run_are_refused_but_not_of_two_arithmetics(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     record = make_record(Arm.NOTHING, 101)
-    write_records(path, [record, record | {"arithmetic": "float32"}])
+    write_lines(path, [record, record | {"arithmetic": "float32"}])
     assert len(read_log(path).runs) == 2
 
-    write_records(path, [record, record | {"minutes": 11.0}])
+    write_lines(path, [record, record | {"minutes": 11.0}])
     with pytest.raises(ValueError, match="two records of the run"):
         read_log(path)
 
@@ -325,11 +314,11 @@ def test_runs_that_were_trained_on_different_rows_are_refused(tmp_path: Path) ->
     path = tmp_path / "records.jsonl"
     record = make_record(Arm.NOTHING, 101)
     other_record = make_record(Arm.SCALED, 101) | {"data": "other rows"}
-    write_records(path, [record, other_record])
+    write_lines(path, [record, other_record])
     with pytest.raises(ValueError, match="different rows"):
         read_log(path)
     # A run that failed has no fingerprint.
-    write_records(path, [record, other_record | {"data": None, "failed": True}])
+    write_lines(path, [record, other_record | {"data": None, "failed": True}])
     assert len(read_log(path).runs) == 2
 
 
@@ -338,7 +327,7 @@ def test_runs_count_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     second = make_seeds([101], CPU)
     first = [run | {"ended": "2026-11-28T09:00:00+00:00"} for run in make_seeds([101], GPU)]
-    write_records(path, [*second, *first])
+    write_lines(path, [*second, *first])
     log = read_log(path)
     assert log.runs == [*first, *second]
     assert whole_seeds(log.runs) == {101: GPU}
@@ -348,28 +337,14 @@ def test_a_run_of_another_commit_is_refused_but_not_a_whole_hash(tmp_path: Path)
     path = tmp_path / "records.jsonl"
     *others, last = make_seeds([101])
     whole_hash = STUDY_COMMIT + 33 * "0"
-    write_records(path, [*others, last | {"commit": whole_hash}])
+    write_lines(path, [*others, last | {"commit": whole_hash}])
     assert list(whole_seeds(read_log(path).runs)) == [101]
 
     # Also if no seed is whole, and if all of a seed's runs are of the other commit.
     for records in ([last | {"commit": "4567"}], [run | {"commit": "4567"} for run in make_seeds([101])]):
-        write_records(path, records)
+        write_lines(path, records)
         with pytest.raises(ValueError, match="are of commit 28e4395, not of 4567"):
             read_log(path)
-
-
-def test_runs_of_another_commit_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "current_commit", lambda: "4567")
-    monkeypatch.setattr("sys.argv", ["study", "--records", str(tmp_path / "records.jsonl")])
-    with pytest.raises(SystemExit, match="are of commit 28e4395, not of 4567"):
-        study.main()
-
-
-def test_the_report_needs_no_file_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(study_run, "CPU_INFO", Path("/nowhere"))
-    monkeypatch.setattr(platform, "processor", lambda: "arm")
-    assert study_run.processor_name() == f"arm, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def test_the_study_cannot_end_by_crashes_alone(tmp_path: Path) -> None:
@@ -377,12 +352,6 @@ def test_the_study_cannot_end_by_crashes_alone(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     crashes = [{"crashed": 1, "arm": "nothing", "seed": seed, **CPU._asdict()} for seed in SLOW_SEEDS]
     twice = [crash | {"ended": time} for crash in crashes for time in ("first", "second")]
-    write_records(path, [*make_seeds(list(FAST_SEEDS)), *twice])
+    write_lines(path, [*make_seeds(list(FAST_SEEDS)), *twice])
     with pytest.raises(ValueError, match="of the seeds 109 to 116 0 are whole"):
         read_log(path)
-
-
-def test_a_line_says_when_it_was_added(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "records.jsonl"
-    append_line(path, {"seed": 101})
-    assert json.loads(path.read_text())["ended"].endswith("+00:00")

@@ -7,10 +7,6 @@ import torch
 from normllava.errors import UserError
 
 
-class NotFiniteError(UserError):
-    """A loss or a gradient that isn't finite has ended the run."""
-
-
 class FiniteWatch:
     """Counts on the device the losses and gradient norms that are not finite, and raises at the next check.
 
@@ -43,10 +39,10 @@ class FiniteWatch:
             reduce: Sums a tensor over all processes.
 
         Raises:
-            NotFiniteError: if a value since the last check was not finite.
+            UserError: if a value since the last check was not finite.
         """
         if reduce(self._num_not_finite).item() > 0:
-            raise NotFiniteError(
+            raise UserError(
                 "The loss or the gradient's norm was not finite in "
                 f"{describe_steps(self._last_checked_step + 1, step)}; lower the learning rate, or look at the rows "
                 "of these steps."

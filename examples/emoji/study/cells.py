@@ -1,10 +1,10 @@
-"""The plan of the study in docs/study.md: its arms, seeds and learning rates, and which runs are left.
+"""The plan of the study in docs/study.md: its arms, seeds and learning rates, and which seeds are left.
 
-An arm is one way to make a model. A cell is one run: an arm with a seed. A machine is a kind of CPU or GPU together
-with the arithmetic that training takes on it.
+An arm is one way to make a model, and a run is an arm with a seed. A machine is a kind of CPU or GPU together with the
+arithmetic that training takes on it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 # A run's line of records.jsonl.
 Record = dict[str, Any]
-# Training steps of each run: as many as the recipe of the emoji example takes.
-NUM_STEPS = 293
 
 
 class Arm(StrEnum):
@@ -58,13 +56,6 @@ class Machine(NamedTuple):
     arithmetic: str
 
 
-class Cell(NamedTuple):
-    """One run: an arm with a seed."""
-
-    arm: Arm
-    seed: int
-
-
 @dataclass(frozen=True)
 class Log:
     """What the file of records holds.
@@ -98,14 +89,6 @@ def machine_of(line: Record) -> Machine:
     return Machine(line["processor"], line["arithmetic"])
 
 
-def arms_done(runs: Sequence[Record]) -> dict[tuple[int, Machine], set[str]]:
-    """The names of the arms that have a record, by seed and machine."""
-    done: dict[tuple[int, Machine], set[str]] = defaultdict(set)
-    for run in runs:
-        done[run["seed"], machine_of(run)].add(run["arm"])
-    return done
-
-
 def whole_seeds(runs: Sequence[Record]) -> dict[int, Machine]:
     """The whole seeds, each with the machine that completed it first. A whole seed has every arm on one machine.
 
@@ -125,11 +108,9 @@ def whole_seeds(runs: Sequence[Record]) -> dict[int, Machine]:
 
 def dropped_seeds(log: Log) -> list[int]:
     """The seeds that have left the study, because one of their runs crashed `MOST_CRASHES` times."""
-    crashes: dict[Cell, int] = defaultdict(int)
-    for crash in log.crashes:
-        crashes[Cell(Arm(crash["arm"]), crash["seed"])] += 1
+    crashes = Counter((crash["seed"], crash["arm"]) for crash in log.crashes)
     whole = whole_seeds(log.runs)
-    dropped = {cell.seed for cell, number in crashes.items() if number >= MOST_CRASHES and cell.seed not in whole}
+    dropped = {seed for (seed, _), number in crashes.items() if number >= MOST_CRASHES and seed not in whole}
     return sorted(dropped)
 
 
@@ -148,27 +129,3 @@ def seeds_left(log: Log) -> list[int]:
 def has_ended(log: Log) -> bool:
     """Whether results may be shown: no seed is left, or a line of the file says that the study ended, and why."""
     return log.end is not None or not seeds_left(log)
-
-
-def cells_left(log: Log, machine: Machine) -> list[Cell]:
-    """The runs that a machine has to do, in order.
-
-    All arms of a seed must run on one machine. So this machine first finishes the seeds that it has begun, and then
-    takes the seeds that no machine has begun. The seeds that only another machine has begun come last. With such a
-    seed, this machine runs all arms, even the arms that the other machine has run.
-    """
-    done = arms_done(log.runs)
-    begun_anywhere = {seed for seed, _ in done}
-    left = seeds_left(log)
-
-    begun_here = [seed for seed in left if (seed, machine) in done]
-    begun_nowhere = [seed for seed in left if seed not in begun_anywhere]
-    begun_elsewhere = [seed for seed in left if seed in begun_anywhere and seed not in begun_here]
-
-    cells = []
-    for seed in [*begun_here, *begun_nowhere, *begun_elsewhere]:
-        arms_done_here = done.get((seed, machine), set())
-        for arm in Arm:
-            if arm not in arms_done_here:
-                cells.append(Cell(arm, seed))
-    return cells

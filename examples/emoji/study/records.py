@@ -1,9 +1,7 @@
 """The study's file of records, `records.jsonl`: a line for each run that ended, each crash, and the study's end."""
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from examples.emoji.study.cells import (
     FAST_SEEDS,
@@ -17,14 +15,13 @@ from examples.emoji.study.cells import (
 from normllava.errors import UserError
 
 
-# The records that are kept with the code. A run can't write to this file: it may change no tracked file.
 RECORDS = Path(__file__).with_name("records.jsonl")
-# The commit of which all runs are. Records name it by its whole hash or by the beginning.
+# The commit of which all runs are. It holds the code that makes them. Records name its hash, or the beginning of it.
 STUDY_COMMIT = "28e4395"
 
 
 def read_log(path: Path) -> Log:
-    """Read the file of records. Of equal lines, only the first counts. A file that doesn't exist has no records.
+    """Read the file of records. Of equal lines, only the first counts.
 
     Runs are sorted by the time at which they ended: those of another machine may have been copied in later.
 
@@ -32,7 +29,7 @@ def read_log(path: Path) -> Log:
         UserError: if a run has two different records or isn't of `STUDY_COMMIT`, if runs were trained on different
             rows, or if the study has ended with fewer than `FEWEST_SEEDS` whole seeds of a rate.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines()
     different_lines = dict.fromkeys(lines)  # unlike a set, keeps the order
 
     log = Log(runs=[], crashes=[], end=None)
@@ -48,8 +45,7 @@ def read_log(path: Path) -> Log:
 
     require_one_record_a_run(log, path)
     require_same_rows(log, path)
-    for record in log.runs:
-        require_study_commit(record["commit"])
+    require_study_commit(log)
     if has_ended(log):
         require_enough_seeds(log, path)
     return log
@@ -72,10 +68,12 @@ def require_same_rows(log: Log, path: Path) -> None:
         raise UserError(f"{path} holds runs that were trained on different rows.")
 
 
-def require_study_commit(commit: str) -> None:
+def require_study_commit(log: Log) -> None:
     """Raises `UserError` if a run's commit is not `STUDY_COMMIT`."""
-    if not commit.startswith(STUDY_COMMIT):
-        raise UserError(f"All runs of the study are of commit {STUDY_COMMIT}, not of {commit}: see docs/study.md.")
+    for record in log.runs:
+        commit = record["commit"]
+        if not commit.startswith(STUDY_COMMIT):
+            raise UserError(f"All runs of the study are of commit {STUDY_COMMIT}, not of {commit}: see docs/study.md.")
 
 
 def require_enough_seeds(log: Log, path: Path) -> None:
@@ -88,11 +86,3 @@ def require_enough_seeds(log: Log, path: Path) -> None:
                 f"By {path} the study has ended, but of the seeds {seeds[0]} to {seeds[-1]} {num_whole} are whole: "
                 f"the protocol asks for {FEWEST_SEEDS}."
             )
-
-
-def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Add a line to the file of records. `ended` is the time at which it was added."""
-    ended = datetime.now(UTC).isoformat(timespec="seconds")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"ended": ended, **line}) + "\n")

@@ -29,7 +29,7 @@ from normllava.errors import UserError
 from normllava.parts import find_decoder
 from training.folders.loading import load_config, prepare_model
 from training.loop.positions import head_at_positions
-from training.modules.stages import base_model
+from training.modules.stages import Stage, base_model
 from training.modules.stand_ins import EightBitAdam, pack_layers
 from training.options import command_line
 from training.options.arguments import RunArguments, TrainingConfig
@@ -99,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
 
     batch = make_batch(run_args, args, options.tokens, options.supervised, options.tiles)
-    plan = plan_step(config, run_args, args, batch).sharded(options.devices)
+    plan = plan_step(config, run_args, args, batch)
+    shards = run_args.stage == Stage.INSTRUCT  # the other stages train few weights, by DDP
+    if shards:
+        plan = plan.sharded(options.devices)
 
     num_rows = count_rows(run_args, args, batch, options.devices, options.rows)
     flops_per_sample = plan.flops / batch.samples
@@ -117,8 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.tflops,
     )
     logger.info(
-        "memory of a device, bf16 %s: %.2f GiB (weights %.2f, gradients %.2f, states %.2f, activations and temporary "
-        "%.2f)",
+        "memory of a device, %s, bf16 %s: %.2f GiB (weights %.2f, gradients %.2f, states %.2f, activations and "
+        "temporary %.2f)",
+        "sharded by FSDP2" if shards and options.devices > 1 else "nothing sharded",
         bool(args.bf16),
         plan.peak / GIB,
         plan.weights / GIB,
@@ -139,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a sample, image tokens included")
     parser.add_argument("--supervised", type=int, default=200, help="supervised tokens of a sample")
     parser.add_argument("--tiles", type=int, default=1, help="tiles of a sample's picture, with its thumbnail")
-    parser.add_argument("--devices", type=int, default=1, help="devices that FSDP2 shards the model over")
+    parser.add_argument("--devices", type=int, default=1, help="devices; FSDP2 shards stage instruct over them")
     # LLaVA's stage 1 has 558,128 rows.
     parser.add_argument("--rows", type=int, default=558_128, help="rows of the data, unless the recipe has max_steps")
     parser.add_argument("--tflops", type=float, default=396.0, help="TFLOP/s of a device: 0.4 of an H100's 989")

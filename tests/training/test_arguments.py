@@ -195,7 +195,8 @@ def test_the_help_lists_this_projects_fields(capsys: pytest.CaptureFixture[str])
         sft.main(["--help"])
     assert not end.value.code
     printed = capsys.readouterr().out
-    for name in {*RunArguments.__annotations__, "config", "max_steps"} - {"recipe"}:
+    declared = RunArguments.__annotations__ | TrainingConfig.__annotations__
+    for name in {*declared, "config", "max_steps"} - {"recipe"}:
         assert f"--{name}" in printed
     assert "Held-out rows to evaluate the model on" in printed
 
@@ -243,6 +244,20 @@ def test_deepspeed_is_refused(recipe: Path) -> None:
     run_args, args = parse_arguments(["--config", str(recipe)])
     args.deepspeed_plugin = object()  # stands for the plugin of DeepSpeed, which is not installed for tests
     with pytest.raises(ValueError, match="DeepSpeed is not supported"):
+        check_arguments(run_args, args)
+
+
+def test_the_best_checkpoint_is_not_kept_as_shards(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = change_recipe(
+        recipe,
+        save_strategy="best",
+        metric_for_best_model="loss",
+        eval_strategy="steps",
+        eval_dataset_name="rows.json",
+    )
+    run_args, args = parse_arguments(options)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="under FSDP2 holds shards that no model loads"):
         check_arguments(run_args, args)
 
 

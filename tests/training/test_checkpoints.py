@@ -19,6 +19,7 @@ from normllava.errors import UserError
 from script_runs import changed_weights, read_steps, run
 from training.folders import checkpoints
 from training.folders.checkpoints import find_checkpoint, steps_done
+from training.loop import rehearsal
 from training.loop.trainer import NormLlavaTrainer
 
 
@@ -326,3 +327,14 @@ def test_a_run_that_does_not_fit_into_memory_fails_before_the_first_step(
     fields = {**finished_fields, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}
     with pytest.raises(UserError, match="largest batch does not fit into memory: lower packed_length or per_device"):
         run(tmp_path, **{**fields, "output_dir": str(tmp_path / "out")})
+
+
+def test_weights_and_states_that_do_not_fit_are_told_from_a_large_batch(
+    finished_fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate_in_little_memory(optimizer: torch.optim.Optimizer) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rehearsal, "allocate_states", allocate_in_little_memory)
+    with pytest.raises(UserError, match=r"optimizer's states do not fit into memory, .* optim: adamw_bnb_8bit"):
+        run(tmp_path, **{**finished_fields, "output_dir": str(tmp_path / "out")})

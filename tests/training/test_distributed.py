@@ -297,6 +297,20 @@ def test_sharding_in_bfloat16_does_not_round_the_loss(
     assert loss == pytest.approx(expected_loss, rel=1e-4)  # in bfloat16 the loss would be rounded by up to 0.4%
 
 
+@pytest.mark.slow
+def test_each_pass_leaves_sharded_gradients_in_float32(
+    make_model_folder: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each process would keep a whole gradient in bfloat16 until a step's last pass."""
+    fields = {**INSTRUCT, "bf16": True, "per_device_train_batch_size": 1, "global_batch_size": 4, "max_steps": 2}
+    fields |= {"model_name_or_path": str(make_model_folder()), "dataset_name": str(data)}
+    fsdp2 = two_processes_on_cpu("fsdp2", tmp_path, mixed_precision="bf16")
+    monkeypatch.setenv("STAGED_FSDP", "1")
+    monkeypatch.setenv("STAGED_SHARDED", "1")
+    launch(tmp_path, *fsdp2, script=STAGED_ON_CPU, **fields, output_dir=str(tmp_path / "sharded"))
+    assert len(read_steps(tmp_path / "sharded")) == 2
+
+
 # Recipe fields of compiled runs, by the name of accelerate's configuration.
 COMPILED: dict[str, dict[str, Any]] = {
     # With "varlen", the default for packed rows, a checkpointed layer isn't compiled on a CPU.

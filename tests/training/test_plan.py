@@ -234,7 +234,7 @@ def print_report(recipe: dict[str, Any], caplog: pytest.LogCaptureFixture) -> Ca
     def print_with(*options: str) -> str:
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            main([*options, "--stage=align", *recipe_options])
+            main(["--stage=align", *recipe_options, *options])
         return "\n".join(caplog.messages[-3:])  # the report has three lines
 
     return print_with
@@ -255,6 +255,19 @@ def test_a_report_computes_hours_from_the_speed_of_all_devices(print_report: Cal
     hours = float(match[2])
     flops_per_second = 2 * 1e-7 * 1e12  # two devices, each with 1e-7 TFLOP/s
     assert hours == pytest.approx(flops / flops_per_second / 3600, rel=0.01)
+
+
+def test_only_stage_instruct_is_sharded(print_report: Callable[..., str]) -> None:
+    """By our launch files: fsdp2.yaml for it, and ddp.yaml for the others."""
+
+    def memory_line(*options: str) -> str:
+        _, memory, _ = print_report(*options).splitlines()
+        return memory
+
+    assert memory_line("--devices=8") == memory_line("--devices=1")
+    sharded = memory_line("--stage=instruct", "--devices=8")
+    assert "sharded by FSDP2" in sharded
+    assert sharded != memory_line("--stage=instruct", "--devices=1")
 
 
 def test_a_sample_that_is_too_short_is_refused(print_report: Callable[..., str]) -> None:

@@ -31,16 +31,24 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
     is_known = type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
     allocates = is_known and not is_paged and not has_states
 
+    if allocates:
+        try:
+            allocate_states(optimizer)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                "The weights, their gradients and the optimizer's states do not fit into memory, whatever the batch: "
+                "take optim: adamw_bnb_8bit, several GPUs with training/accelerate/fsdp2.yaml, or stage adapt "
+                f"({error})"
+            ) from error
+
     cuda_devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda_devices):
-            if allocates:
-                allocate_states(optimizer)
             yield
     except torch.OutOfMemoryError as error:
         raise UserError(
             "The largest batch does not fit into memory: lower packed_length or per_device_train_batch_size, or set "
-            f"gradient_checkpointing ({error})"
+            f"gradient_checkpointing: true ({error})"
         ) from error
 
     model.zero_grad()

@@ -117,6 +117,10 @@ class NormLlavaTrainer(SFTTrainer):
             # With an output_dtype, FSDP2 would round each loss to bfloat16.
             policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
             fsdp_plugin.mixed_precision_policy = policy
+        if self.is_fsdp_enabled:
+            # Shard gradients after each pass. By default a process would keep all of them, in the arithmetic of the
+            # pass, until the last pass of a step.
+            self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
         # Our callbacks replace Trainer's progress bar, whose class differs between notebooks and terminals.
         self.remove_callback(transformers.trainer.DEFAULT_PROGRESS_CALLBACK)

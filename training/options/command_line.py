@@ -56,15 +56,19 @@ def build_recipe_parser() -> argparse.ArgumentParser:
 
 
 def build_help_parser(parser: TrlParser) -> argparse.ArgumentParser:
-    """The parser that prints `--help`. Of the hundreds of fields in `parser` it lists this project's own."""
+    """The parser that prints `--help`. It lists those of the hundreds of fields in `parser` that are declared here.
+
+    They are this project's own, and those of TRL that have another default here.
+    """
     help_parser = argparse.ArgumentParser(
         usage="training/sft.py --config RECIPE [--FIELD VALUE ...]",
         epilog=FIELDS_HELP,
         parents=[build_recipe_parser()],
         add_help=False,
     )
+    declared = RunArguments.__annotations__ | TrainingConfig.__annotations__
     for action in parser._actions:  # argparse has no public list of options
-        if action.dest in RunArguments.__annotations__:
+        if action.dest in declared:
             help_parser._add_action(action)
     return help_parser
 

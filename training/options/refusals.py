@@ -247,10 +247,10 @@ def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
     """One field sets the number of samples in a step. Samples of a packed row don't change each other's loss.
 
-    accelerator_config keeps its default, since batches don't come from accelerate.
+    accelerator_config keeps its default: batches don't come from accelerate, and FSDP2 shards gradients in every pass.
     """
     if args.accelerator_config != AcceleratorConfig():
-        raise UserError("accelerator_config has no effect, since batches don't come from accelerate: take it out.")
+        raise UserError("accelerator_config: this project makes batches and sums gradients by itself, take it out.")
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:
@@ -344,6 +344,13 @@ def check_sharding(args: TrainingConfig) -> None:
         raise UserError("DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml.")
     if args.fsdp:
         raise UserError("Take fsdp out of the recipe: launch with --config_file training/accelerate/fsdp2.yaml.")
+
+    is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if is_sharded and args.save_strategy == "best":
+        raise UserError(
+            "save_strategy 'best' keeps a checkpoint, which under FSDP2 holds shards that no model loads: take "
+            "'steps' or 'epoch', and the model at the run's end."
+        )
 
     version = os.environ.get("FSDP_VERSION", "2")
     state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")

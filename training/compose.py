@@ -577,6 +577,7 @@ def describe_for_recipes(
         folder=options.output_dir,
         command=sys.argv[1:] if argv is None else argv,
         projector_scaled=options.scale_projector,
+        projector_aligned=options.aligned_start,
         config=model.config,
         text_weights=sum(parameter.numel() for parameter in text_parameters),
         max_tiles=options.max_tiles,

@@ -68,6 +68,7 @@ def composition(
         folder,
         command,
         projector_scaled=False,
+        projector_aligned=False,
         config=config,
         text_weights=text_weights,
         max_tiles=max_tiles,
@@ -131,6 +132,15 @@ def test_stage_1_of_a_scaled_projector_has_a_rate_at_which_it_stays_nearer_to_th
     assert yaml.safe_load(text)["learning_rate"] == 2e-4
     assert "3.8 times at 2e-4" in text
     assert recipe_fields(scaled, Stage.INSTRUCT) == recipe_fields(QWEN25_7B, Stage.INSTRUCT)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_aligned_projector_keeps_a_rate_at_which_it_does_not_forget(scaled: bool) -> None:
+    aligned = replace(QWEN25_7B, projector_aligned=True, projector_scaled=scaled)
+    align = yaml.safe_load(recipe_fields(aligned, Stage.ALIGN))
+    adapt = yaml.safe_load(recipe_fields(aligned, Stage.ADAPT))
+    instruct = yaml.safe_load(recipe_fields(aligned, Stage.INSTRUCT))
+    assert (align["learning_rate"], adapt["projector_learning_rate"], instruct["learning_rate"]) == (5e-5, 5e-5, 1e-5)
 
 
 def test_a_recipe_says_if_the_paper_has_no_model_of_its_size() -> None:

@@ -113,6 +113,12 @@ SCALED_RATE = """\
 # once gained names at 2e-4. Which is best in stage 1 isn't known.
 learning_rate: 2.0e-4
 """
+ALIGNED_RATE = """\
+# Not the paper's 1e-3: this projector is aligned already, and at 5e-4 it forgot most of that in 60 steps, at a tenth
+# of it little (docs/emoji.md, with adapters).
+learning_rate: 5.0e-5
+"""
+ALIGNED_ADAPT = "projector_learning_rate: 5.0e-5  # it is aligned already, and at 2e-4 forgets that (docs/emoji.md)\n"
 WHOLE_PICTURES = "max_tiles: 1                     # whole pictures: a caption says nothing of a corner\n"
 
 # The paper's rows: where a recipe finds them, and how many there are.
@@ -149,6 +155,8 @@ class Composition:
     """The options of `training/compose.py` that made the model."""
     projector_scaled: bool
     """Whether the projector starts scaled to the text's norm."""
+    projector_aligned: bool
+    """Whether the projector was aligned with captions before training."""
     config: LlavaConfig
     text_weights: int
     """The number of the language model's weights."""
@@ -185,14 +193,22 @@ def recipe_fields(composed: Composition, stage: Stage) -> str:
     has_norm = getattr(composed.config, "projector_norm", "none") != "none"
     if stage is Stage.ADAPT and has_norm:
         optional = NORM_RATE
+    if stage is Stage.ADAPT and composed.projector_aligned:
+        optional += ALIGNED_ADAPT
     if stage is Stage.ALIGN and composed.max_tiles > 1:
         optional += WHOLE_PICTURES
+
+    align_rate = ALIGN_RATE
+    if composed.projector_aligned:
+        align_rate = ALIGNED_RATE
+    elif composed.projector_scaled:
+        align_rate = SCALED_RATE
 
     return TEMPLATES[stage].format(
         start=yaml_text(str(start)),
         data=data,
         output_dir=yaml_text(str(composed.folder / stage)),
-        align_rate=SCALED_RATE if composed.projector_scaled else ALIGN_RATE,
+        align_rate=align_rate,
         optional=optional,
         schedule=SCHEDULE,
         machine=MACHINE.format(rows=batch_fields(composed, stage)),

@@ -148,6 +148,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> Weights:
     if prose_file is None:
         prose_file = find_prose(run)
     prose = read_prose(prose_file, facts)
+    logger.info("The card's prose: %s", prose_file)
 
     model = facts.model
     faults = find_model_faults(model)

@@ -33,7 +33,6 @@ NOT_RECORDED = "not recorded"
 NORM_LAYERS = {
     "gwc": "a LayerNorm with global weight compensation (GWC)",
     "layernorm": "a LayerNorm",
-    "none": "no norm",
 }
 
 # The question that the card's snippet asks if the card has no examples.
@@ -51,7 +50,7 @@ class Prose:
         training_data: What the model was trained on.
         limits: What the model does badly.
         language: Codes of the languages that the model speaks.
-        datasets: Hub ids of the training data.
+        datasets: Hub ids of training data that the run read from files. Those that it read from the Hub are known.
         language_model: Where the language model comes from, if it isn't on the Hub.
         vision_encoder: Where the vision encoder comes from, if it isn't on the Hub.
     """
@@ -76,7 +75,7 @@ out_of_scope: {Prose.out_of_scope}
 training_data: {Prose.training_data}
 limits: {Prose.limits}
 language: [en]  # codes of the languages that it speaks
-datasets: []  # the training data's ids on the Hub
+datasets: []  # ids on the Hub of training data that was read from files
 """
 
 
@@ -209,7 +208,7 @@ def build_metadata(
     # Fields that are `None` are left out of the YAML block.
     return ModelCardData(
         base_model=facts.base_models or None,
-        datasets=prose.datasets or None,
+        datasets=list_datasets(facts, prose) or None,
         eval_results=results or None,
         language=prose.language or None,
         library_name="transformers",
@@ -219,6 +218,13 @@ def build_metadata(
         tags=tags,
         widget=widgets or None,
     )
+
+
+def list_datasets(facts: Facts, prose: Prose) -> list[str]:
+    """Hub ids of the training data: those that the stages read from the Hub, and then those that `card.yaml` names."""
+    sources = [source for stage in facts.stages for source in stage.sources]
+    read_from_hub = [source["path"] for source in sources if not source["is_local"]]
+    return list(dict.fromkeys([*read_from_hub, *prose.datasets]))  # without duplicates
 
 
 def choose_question(widgets: list[Widget]) -> str:

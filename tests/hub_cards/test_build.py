@@ -226,6 +226,9 @@ def test_the_card_of_a_model_without_a_norm(run: Path, build_card: Callable[...,
     assert "no norm after the projector. Its projector was scaled before training" in card
     assert "| norm after it | none | 0 |" in card
     assert "Not with `LlavaForConditionalGeneration`" not in card
+    assert "is followed by" not in card
+    assert "## The norm of image tokens" in card
+    assert "Whether another norm raises accuracy" in card
 
 
 def test_rows_without_a_question_become_no_examples(
@@ -469,7 +472,7 @@ def test_the_card_names_a_local_source_of_data_without_its_folder(run: Path, bui
 
 def test_the_card_links_a_source_of_data_on_the_hub(run: Path, build_card: Callable[..., str]) -> None:
     source = {
-        "path": "owner/rows",
+        "path": "other/rows",
         "name": "large",
         "split": "dev",
         "is_local": False,
@@ -482,9 +485,11 @@ def test_the_card_links_a_source_of_data_on_the_hub(run: Path, build_card: Calla
     set_fields("run.json", sources=[source])(run)
 
     card = build_card(run, **OWN_LICENCE)
-    link = "[owner/rows](https://huggingface.co/datasets/owner/rows), large, dev"
+    link = "[other/rows](https://huggingface.co/datasets/other/rows), large, dev"
     num_rows = "990 rows (of 1,000; the rest are bad), weight 0.5, 495 per epoch"
     assert f"| data | {link}: {num_rows}; content {'b' * 12} |\n" in card
+    # And its metadata name it, with those that card.yaml names.
+    assert ModelCard(card).data.datasets == ["other/rows", "owner/rows"]
 
 
 def test_a_stage_lists_only_arguments_that_had_an_effect(run: Path) -> None:

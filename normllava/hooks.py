@@ -11,11 +11,6 @@ from transformers import PreTrainedModel
 from normllava.parts import PROJECTORS, find_decoder, find_encoder, find_projector, find_projector_norm
 
 
-# Names that a decoder layer may give the norm module before its MLP. If a layer has several modules with these names,
-# the last of them is before the MLP.
-MLP_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm")
-
-
 class InterfaceHooks(ExitStack):
     """Calls a function with the tensor at each place of the modality interface, as long as the context is open.
 
@@ -26,8 +21,6 @@ class InterfaceHooks(ExitStack):
     - `"norm_input"`: input of the norm module at the end of a NormLlava's projector
     - `"projector_output"`: output of the projector
     - `"decoder"`: input of the decoder's first layer
-    - `"before_mlp"`: the first layer's input plus the output of its attention; only if a norm module is before the MLP
-    - `"after_mlp"`: output of the first layer
 
     The function gets the tensor that the forward pass uses, `(..., width)`. If gradient checkpointing recomputes the
     tensor in the backward pass, the function is called again.
@@ -61,10 +54,13 @@ class InterfaceHooks(ExitStack):
 
         # Qwen3-VL's vision config has a field `deepstack_visual_indexes`. The text of the whole config is searched, so
         # that such a field is found in any of the nested configs.
-        if "deepstack" in str(model.config.to_dict()):
+        has_deepstack = "deepstack" in str(model.config.to_dict())
+        # Gemma 3n and Gemma 4 give each layer a projection of the embeddings, too.
+        has_inputs_by_layer = getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0)
+        if has_deepstack or has_inputs_by_layer:
             self.notes.append(
-                "deepstack: picture features also enter later layers. They stay as they are when the image tokens "
-                "that enter the first layer are changed"
+                "later layers: picture features enter these too. They stay as they are when the image tokens that "
+                "enter the first layer are changed"
             )
 
     def _watch_encoder(self, encoder: nn.Module | None) -> None:
@@ -108,7 +104,7 @@ class InterfaceHooks(ExitStack):
         self._remove_on_exit(norm.register_forward_pre_hook(pass_input))
 
     def _watch_first_layer(self, layer: nn.Module) -> None:
-        """Call the function at `"decoder"`, `"before_mlp"` and `"after_mlp"`."""
+        """Call the function at `"decoder"`."""
 
         def pass_and_replace_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             hidden_states = args[0] if args else kwargs["hidden_states"]
@@ -119,38 +115,11 @@ class InterfaceHooks(ExitStack):
                 return (replacement, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": replacement}
 
-        def pass_mlp_norm_input(module: nn.Module, args: Any) -> None:
-            self._on_place("before_mlp", args[0])
-
-        def pass_output(module: nn.Module, args: Any, output: Any) -> None:
-            hidden_states = output if isinstance(output, torch.Tensor) else output[0]
-            self._on_place("after_mlp", hidden_states)
-
         self._remove_on_exit(layer.register_forward_pre_hook(pass_and_replace_input, with_kwargs=True))
-        self._remove_on_exit(layer.register_forward_hook(pass_output))
-        mlp_norm = find_mlp_norm(layer)
-        if mlp_norm is not None:
-            self._remove_on_exit(mlp_norm.register_forward_pre_hook(pass_mlp_norm_input))
 
     def _remove_on_exit(self, handle: Any) -> None:
         """Remove a hook when the context is left. `handle` is what registering the hook returned."""
         self.callback(handle.remove)
-
-
-def find_mlp_norm(layer: nn.Module) -> nn.Module | None:
-    """The norm module before a decoder layer's MLP; `None` if there is none.
-
-    The input of this module is the layer's input plus the output of the layer's attention.
-    """
-    children = dict(layer.named_children())  # modules by name
-
-    # OLMo 2 has a norm module after attention and one after the MLP, but none before the MLP. The norm after attention
-    # has a name in `MLP_NORMS`, but gets the output of attention alone.
-    if "post_feedforward_layernorm" in children and "pre_feedforward_layernorm" not in children:
-        return None
-
-    norms = [module for name, module in children.items() if name in MLP_NORMS]
-    return norms[-1] if norms else None
 
 
 def _first_float_tensor(values: Iterable[Any]) -> torch.Tensor | None:

@@ -251,7 +251,9 @@ def _read_answers(
             # The indices stay on the CPU, because layers may be on several devices.
             cache.batch_select_indices(torch.tensor(prompt_indices))
     except AttributeError as error:  # the cache of a layer without attention can't be repeated
-        raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
+        raise DiagnosticsError(
+            "Its decoder keeps more than keys and values, so answers can't be scored: leave --sweep out."
+        ) from error
 
     # No attention mask is given, because decoders with positions in three axes (Qwen2-VL) take no mask together with a
     # cache. A mask isn't needed: padding comes after the answer, and tokens attend only to earlier tokens.

@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(
-        prog="normllava diagnose", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="normllava diagnose",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add_arguments(parser, num_samples=32)
     add = parser.add_argument

@@ -18,7 +18,7 @@ from normllava.diagnostics.key_map import draw_key_map, place_keys
 from normllava.diagnostics.keys import measure_space
 from normllava.diagnostics.loading import QUESTION, Question, Questions, load_questions, questions_about
 from normllava.diagnostics.measures import measure_all
-from normllava.diagnostics.norm_sweep import sweep_model
+from normllava.diagnostics.norm_sweep import require_scored_answers, sweep_model
 from normllava.diagnostics.plots import FIGURES, draw_figures, save_figure
 from normllava.diagnostics.probe import Record
 from normllava.diagnostics.recording import record_questions
@@ -71,7 +71,7 @@ class Comparison:
         summaries = {model.name: model.summary for model in self.report.models}
         sweep_summaries = {}
         if not self.swept.empty:
-            sweep_summaries = {name: summaries_by_dose(rows) for name, rows in self.swept.groupby("model")}
+            sweep_summaries = {name: summaries_by_dose(rows) for name, rows in self.swept.groupby("model", sort=False)}
         figures = draw_figures(summaries, sweep_summaries)
 
         if not self.key_map.empty:
@@ -246,11 +246,14 @@ def measure_model(
     if scope.attention_word is not None:
         attention_maps = map_questions(model, processor, questions, scope.attention_word, scope.layers)
 
+    if scope.sweep:
+        require_scored_answers(model, processor, questions[0])
+
     report, rows, key_map = measure_questions(model, processor, questions, name, scope.layers)
 
     swept = pd.DataFrame()
     if scope.sweep:
-        swept = sweep_model(model, processor, questions, name)
+        swept = sweep_model(model, processor, questions, name, rows)
         report = replace(report, sweep=tell_sweep(swept))
 
     return ModelResults(report, rows, key_map, swept, attention_maps)

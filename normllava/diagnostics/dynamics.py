@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = argparse.ArgumentParser(prog="normllava dynamics", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="normllava dynamics", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--run", type=Path, required=True, help="output_dir of a training run")
     parser.add_argument("--start", help="the model that the run started from, measured as step 0: folder or Hub id")
     add_arguments(parser, num_samples=16)

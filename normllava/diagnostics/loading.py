@@ -137,6 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--data", required=True, help="pictures and questions, or a folder of pictures")
     add("--image_folder", help="base folder of a JSON file's picture paths (default: the file's folder)")
     add("--split", default="train", help="split of a dataset (default: train)")
+    add("--config", help="configuration of a dataset that has several")
     add("--question", help=f"question for the pictures of a folder (default: {QUESTION})")
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
@@ -170,11 +171,17 @@ def read_questions(args: argparse.Namespace) -> Questions:
         question=args.question or QUESTION,
         image_folder=args.image_folder,
         split=args.split,
+        config=args.config,
     )
 
 
 def load_questions(
-    data: str | Path, num_samples: int, question: str = QUESTION, image_folder: str | None = None, split: str = "train"
+    data: str | Path,
+    num_samples: int,
+    question: str = QUESTION,
+    image_folder: str | None = None,
+    split: str = "train",
+    config: str | None = None,
 ) -> Questions:
     """Choose questions from rows in any form that training reads, or ask `question` about each of some pictures.
 
@@ -185,6 +192,7 @@ def load_questions(
         question: What is asked about pictures without rows.
         image_folder: Base folder of the picture paths in a JSON file; by default the file's folder.
         split: Split of a dataset.
+        config: Configuration of a dataset that has several.
 
     Raises:
         UserError: if there is no such data, or if it has no pictures to ask about.
@@ -193,7 +201,7 @@ def load_questions(
     rows: Iterable[Row]
     if paths is None:  # the data is rows
         is_on_hub = not find_source(str(data)).is_local
-        rows = load_rows(str(data), image_folder, split=split, streaming=is_on_hub)
+        rows = load_rows(str(data), image_folder, config, split, streaming=is_on_hub)
     else:
         conversation = [{"from": "human", "value": f"<image>\n{question}"}]
         rows = [{"images": [str(path)], "conversations": conversation, "source": str(path)} for path in paths]

@@ -5,13 +5,10 @@ Nothing else changes, so any change of the answers comes from the norm of the im
 `sweep.csv`.
 """
 
-import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from tqdm import tqdm
@@ -19,17 +16,11 @@ from transformers import PreTrainedModel
 
 from normllava.diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read_prompt
 from normllava.diagnostics.loading import Question
-from normllava.diagnostics.recording import record_questions
 from normllava.diagnostics.scaling import DOSES, UNCHANGED_DOSE, scaled
 from normllava.diagnostics.table import COLUMNS, make_rows
-from normllava.hooks import InterfaceHooks
 from normllava.inputs import eval_mode, prepare_inputs
-from normllava.norms import token_norms
 from normllava.parts import image_token_id
-from normllava.tokens import Tokens
 
-
-logger = logging.getLogger(__name__)
 
 # Length, in tokens, at which a greedy answer is cut off.
 MAX_NEW_TOKENS = 8
@@ -53,125 +44,61 @@ class MeasuredValue(NamedTuple):
     dose: float
 
 
-class Entrance(NamedTuple):
-    """Mean norms over a picture's tokens in the decoder's first layer, of the model as it is.
+def require_scored_answers(model: PreTrainedModel, processor: Any, question: Question) -> None:
+    """Ask one question, to find out before a long measurement whether the model's answers can be scored.
 
-    Attributes:
-        image: Norm of the image tokens that enter the layer.
-        text: Norm of the text tokens that enter the layer.
-        attention_update: Norm of what attention adds to image tokens; `None` if no norm module stands before the MLP,
-            where it can't be told apart from what the MLP adds.
-        mlp_update: Norm of what the MLP adds to image tokens; `None` as `attention_update` is.
+    Raises:
+        DiagnosticsError: if they can't.
     """
-
-    image: float
-    text: float
-    attention_update: float | None
-    mlp_update: float | None
+    with eval_mode(model), torch.no_grad():
+        prompt_state = read_prompt(model, prepare_inputs(model, processor, question.prompt))
+        any_token = 0
+        distributions(model, prompt_state, [[any_token]])
 
 
 @torch.no_grad()
-def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
+def sweep_model(
+    model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str, measured_rows: pd.DataFrame
+) -> pd.DataFrame:
     """Rows of a model at each dose, with the columns of [`~.table`] and one more, `dose`.
 
-    The rows of [`entrance_rows`] are of dose 1.
+    The rows of dose 1 also have the measure `length`: the norm of the image tokens that enter the decoder, over the
+    mean norm of text tokens.
 
-    Raises:
-        DiagnosticsError: if the model's answers can't be scored.
+    Args:
+        model: The model.
+        processor: The model's processor.
+        questions: What the model is asked.
+        name: Name of the model.
+        measured_rows: The rows of all measures, of the model as it is and the same questions.
     """
-    with eval_mode(model):
-        started = time.perf_counter()
-        entrances = measure_entrances(model, processor, questions, name)
-        seconds = time.perf_counter() - started
+    norms = measured_rows.query("measure == 'at_decoder'").pivot(index="picture", columns="modality", values="value")
+    image_norms = norms["image"] / norms["text"].mean()
+    doses = choose_doses(float(image_norms.mean()))
 
-        doses = choose_doses(entrances)
-        log_duration(name, len(questions), len(doses), seconds)
-        measured: list[MeasuredValue] = []
+    measured: list[MeasuredValue] = []
+    with eval_mode(model):
         for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
             measured += ask_question(model, processor, questions, number, doses)
 
     answers = pd.DataFrame(measured, columns=MeasuredValue._fields).assign(modality="", layer=pd.NA)
-    rows = pd.concat([answers, entrance_rows(model, entrances)], ignore_index=True)[[*COLUMNS, "dose"]]
+    lengths = make_rows("length", image_norms.to_numpy()).assign(dose=UNCHANGED_DOSE)
+    rows = pd.concat([answers, lengths], ignore_index=True)[[*COLUMNS, "dose"]]
     return rows.astype({"layer": "Int64", "picture": "Int64"})
 
 
-def choose_doses(entrances: Sequence[Entrance]) -> list[float]:
+def choose_doses(image_norm: float) -> list[float]:
     """The doses of a sweep: `DOSES`, and last the dose that gives image tokens the norm of text tokens.
 
     The last is left out if it is within a tenth of another dose.
+
+    Args:
+        image_norm: Mean norm of image tokens, over that of text tokens.
     """
-    image_norm = np.mean([entrance.image for entrance in entrances])
-    text_norm = np.mean([entrance.text for entrance in entrances])
-    dose_of_text = float(text_norm / image_norm)
+    dose_of_text = 1 / image_norm
     if any(abs(dose_of_text / dose - 1) < 0.1 for dose in DOSES):
         return list(DOSES)
     return [*DOSES, dose_of_text]
-
-
-def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -> None:
-    """Log about how long a sweep will take.
-
-    Args:
-        name: Name of the model.
-        num_pictures: Number of pictures.
-        num_doses: Number of doses.
-        seconds: Duration of one pass over all pictures.
-    """
-    # The model reads the prompt once at each dose. The greedy answer takes about four more passes.
-    passes = num_doses + 4
-    # Scoring the answers adds about half of the time that these passes take.
-    minutes = 1.5 * passes * seconds / 60
-    logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, num_pictures, minutes)
-
-
-def measure_entrances(
-    model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str
-) -> list[Entrance]:
-    """What enters the decoder's first layer for each question, and what the layer adds to it."""
-    entrances = []
-    for question in tqdm(questions, desc=f"{name}: first layer", unit="picture"):
-        states_by_place: dict[str, torch.Tensor] = {}
-        # The record tells image tokens from sinks, which don't count.
-        with InterfaceHooks(model, states_by_place.__setitem__):
-            (record,) = record_questions(model, processor, [question], layers=[], title="")
-        entrances.append(measure_entrance(states_by_place, record.tokens))
-    return entrances
-
-
-def measure_entrance(states_by_place: dict[str, torch.Tensor], tokens: Tokens) -> Entrance:
-    """The norms of one sample. `states_by_place` are its hidden states at each place that [`InterfaceHooks`] names."""
-    layer_input = states_by_place["decoder"][0].float()  # [num_tokens, hidden_size]
-    image = mean_norm(layer_input[tokens.image])
-    text = mean_norm(layer_input[tokens.text])
-    if "before_mlp" not in states_by_place:
-        return Entrance(image, text, None, None)
-
-    before_mlp = states_by_place["before_mlp"][0].float()
-    after_mlp = states_by_place["after_mlp"][0].float()
-    attention_update = mean_norm((before_mlp - layer_input)[tokens.image])
-    mlp_update = mean_norm((after_mlp - before_mlp)[tokens.image])
-    return Entrance(image, text, attention_update, mlp_update)
-
-
-def mean_norm(states: torch.Tensor) -> float:
-    """Mean L2 norm of hidden states `(num_tokens, hidden_size)`."""
-    return token_norms(states).mean().item()
-
-
-def entrance_rows(model: PreTrainedModel, entrances: Sequence[Entrance]) -> pd.DataFrame:
-    """Rows of what [`Entrance`] holds, and of the measure `eps`, as multiples of the mean norm of text tokens.
-
-    - `length`: norm of the image tokens that enter the first layer
-    - `attention_update`, `mlp_update`: norms of what attention and MLP add to them; without rows if they aren't known
-    - `eps`: norm of a token whose mean square is as large as the eps of the decoder's RMSNorm
-    """
-    config = model.config.get_text_config()
-    eps = getattr(config, "rms_norm_eps", 0)  # 0 for a decoder without RMSNorm
-    table = pd.DataFrame(entrances).rename(columns={"image": "length"}).dropna(axis="columns", how="all")
-    text_norm = table.pop("text").mean()
-    table["eps"] = (config.hidden_size * eps) ** 0.5
-    rows = [make_rows(measure, table[measure].to_numpy() / text_norm) for measure in table]
-    return pd.concat(rows).assign(dose=UNCHANGED_DOSE)
 
 
 def ask_question(
@@ -242,7 +169,8 @@ def score_answers(
 ) -> list[Scores]:
     """Scores of the answers to a question, at each dose.
 
-    - `changed`: 1 if the greedy answer differs from that of the model as it is, otherwise 0
+    - `changed`: 1 if the greedy answer differs from that of the model as it is, otherwise 0. The first dose, which is
+      1, tells what the model as it is says: in bfloat16 its greedy tokens, which were generated one by one, can differ
     - `loss`: mean loss of the right answer's tokens; only if the right answer is known
     - `named`: 1 if the model finds the right answer likelier than all other choices, otherwise 0; only if there are
       other choices
@@ -254,7 +182,8 @@ def score_answers(
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
     greedy_answer = generated[0, prompt_length:].tolist()
 
-    scores_by_dose = []
+    scores_by_dose: list[Scores] = []
+    tokens_as_it_is: list[int] = []
     for dose in doses:
         with scaled(model, is_image_token, dose):
             prompt_state = read_prompt(model, inputs)
@@ -267,7 +196,9 @@ def score_answers(
 
         # A dose changes the answer if another token becomes the likeliest at any position of the greedy answer.
         likeliest_tokens = log_probs_by_answer[0].argmax(dim=-1).tolist()
-        scores = {"changed": float(likeliest_tokens != greedy_answer)}
+        if not scores_by_dose:
+            tokens_as_it_is = likeliest_tokens
+        scores = {"changed": float(likeliest_tokens != tokens_as_it_is)}
         if choices.right:
             scores["loss"] = mean_loss(log_probs_by_answer[1], choices.right)
         if choices.can_be_ranked:

@@ -145,7 +145,7 @@ class Probe:
             self._check_decoder_input(features)
             self._tokens = exclude_newlines(self._model, features[0], self._tokens)
             return
-        if place not in PLACES_BEFORE_DECODER:  # inside of the projector, or of the decoder's first layer
+        if place not in PLACES_BEFORE_DECODER:  # inside of the projector
             return
 
         if place == "encoder_output":

@@ -17,7 +17,6 @@ from normllava.diagnostics.training_answers import TrainingAnswer
 from normllava.diagnostics.verdict import (
     LARGER,
     SMALLER,
-    SMALLEST,
     Advice,
     Score,
     Turning,
@@ -371,7 +370,6 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path, swept: pd.Dat
         boxes={model.name: box_lines(model) for model in report.models},
         lead_figure="sweep" if sweeps else "overview",
         sweeps=sweeps,
-        smallest=SMALLEST,
         chapters=CHAPTERS,
         keys_and_values=KEYS_AND_VALUES,
         tables={title: table.to_html(border=0) for title, table in tables.items()},

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from normllava.diagnostics.scaling import DOSES, UNCHANGED_DOSE
+from normllava.diagnostics.scaling import UNCHANGED_DOSE
 from normllava.diagnostics.table import Estimate, Summary
 
 
@@ -16,11 +16,6 @@ from normllava.diagnostics.table import Estimate, Summary
 # these two doses: about a third of the norm, and three times the norm.
 SMALLER = 0.3
 LARGER = 3.0
-# At the smallest dose, tokens may be so small that the eps in the first layer's RMSNorm matters. RMSNorm then gives a
-# token less than the usual norm.
-SMALLEST = min(DOSES)
-# The report mentions the eps if RMSNorm gives a token less than this share of the usual norm.
-KEPT_BY_EPS = 0.9
 
 
 class Turning(StrEnum):
@@ -59,15 +54,6 @@ class Advice(StrEnum):
     GIVE_ANSWERS = "give answers"
 
 
-class Place(StrEnum):
-    """How the norm of image tokens compares with the norms of what the first layer's attention and MLP add to them."""
-
-    BELOW_ATTENTION = "below what attention adds, so they are mixed mostly from that"
-    ABOVE_BOTH = "above what both add, so the first layer leaves them mostly as they came"
-    BETWEEN = "between the two, so the first MLP overwrites most of what entered"
-    NEAR_ONE = "about as large as one of the two"
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The judgement of one model's sweep.
@@ -84,13 +70,6 @@ class Verdict:
         num_scored: Number of pictures that have a score. If the score is right answers, these are the pictures whose
             question has several answers in the data, from which the model can choose.
         image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
-        attention_norm: Norm of what the first layer's attention adds to image tokens, over the norm of text tokens;
-            `None` if this can't be told apart from what the MLP adds.
-        mlp_norm: Norm of what the first layer's MLP adds to image tokens, over the norm of text tokens; `None` if
-            `attention_norm` is `None`.
-        place: How `image_norm` compares with `attention_norm` and `mlp_norm`; `None` if these are `None`.
-        kept_by_eps: Norm that the first layer's RMSNorm gives image tokens at `SMALLEST`, as a share of the usual
-            norm; `None` if the share is at least `KEPT_BY_EPS`.
     """
 
     advice: Advice
@@ -102,10 +81,6 @@ class Verdict:
     num_pictures: int
     num_scored: int
     image_norm: Estimate
-    attention_norm: Estimate | None
-    mlp_norm: Estimate | None
-    place: Place | None
-    kept_by_eps: float | None
 
 
 def judge_sweep(summary_by_dose: Mapping[float, Summary]) -> Verdict:
@@ -119,9 +94,6 @@ def judge_sweep(summary_by_dose: Mapping[float, Summary]) -> Verdict:
         guessing = get_estimate(summary_as_it_is, "guessing").mean
     changes = judge_changes(summary_by_dose, score)
 
-    image_norm = get_estimate(summary_as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
-    attention_norm = summary_as_it_is.look("attention_update")
-    mlp_norm = summary_as_it_is.look("mlp_update")
     return Verdict(
         advice=choose_advice(changes, scores[UNCHANGED_DOSE], guessing),
         score=score,
@@ -131,11 +103,7 @@ def judge_sweep(summary_by_dose: Mapping[float, Summary]) -> Verdict:
         best=find_best(scores, changes, score),
         num_pictures=count_pictures(summary_as_it_is, "length"),  # every picture has a length
         num_scored=count_pictures(summary_as_it_is, score),
-        image_norm=image_norm,
-        attention_norm=attention_norm,
-        mlp_norm=mlp_norm,
-        place=place_norm(image_norm, attention_norm, mlp_norm),
-        kept_by_eps=share_kept_by_eps(image_norm.mean, get_estimate(summary_as_it_is, "eps").mean),
+        image_norm=get_estimate(summary_as_it_is, "length"),  # sweep.csv calls the norm of image tokens `length`
     )
 
 
@@ -266,46 +234,3 @@ def count_pictures(summary: Summary, measure: str) -> int:
 def clip_share(estimate: Estimate) -> Estimate:
     """The estimate of a share, with its interval cut off at 0 and at 1."""
     return Estimate(estimate.mean, low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
-
-
-def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None) -> Place | None:
-    """How the norm of image tokens compares with the norms of what attention and the MLP add to them.
-
-    Two norms count as different if their intervals don't overlap.
-
-    Args:
-        image: Norm of image tokens.
-        attention: Norm of what attention adds; `None` if it is not known.
-        mlp: Norm of what the MLP adds; `None` if it is not known.
-
-    Returns:
-        The place; `None` if one of the norms is not known.
-    """
-    if attention is None or mlp is None:
-        return None
-
-    if image.high < attention.low:
-        return Place.BELOW_ATTENTION
-    if image.low > attention.high and image.low > mlp.high:
-        return Place.ABOVE_BOTH
-    if image.low > attention.high and image.high < mlp.low:
-        return Place.BETWEEN
-    return Place.NEAR_ONE
-
-
-def share_kept_by_eps(image_norm: float, eps_norm: float) -> float | None:
-    """The norm that the first layer's RMSNorm gives a token at the smallest dose, as a share of the usual norm.
-
-    RMSNorm divides a token by √(mean square + eps). So a token of norm n comes out with n / √(n² + e²) of the usual
-    norm, where e is the norm of a token whose mean square is eps.
-
-    Args:
-        image_norm: Norm of the token as it is, before it is multiplied by the dose.
-        eps_norm: The norm e.
-
-    Returns:
-        The share; `None` if it is at least `KEPT_BY_EPS`.
-    """
-    norm_at_smallest = SMALLEST * image_norm
-    kept = norm_at_smallest / (norm_at_smallest**2 + eps_norm**2) ** 0.5
-    return kept if kept < KEPT_BY_EPS else None

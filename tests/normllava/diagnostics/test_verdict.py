@@ -11,11 +11,8 @@ import pytest
 from normllava.diagnostics.report import tell_sweep
 from normllava.diagnostics.table import Estimate, make_rows, summaries_by_dose
 from normllava.diagnostics.verdict import (
-    KEPT_BY_EPS,
-    SMALLEST,
     Advice,
     Change,
-    Place,
     Score,
     Turning,
     choose_advice,
@@ -24,8 +21,6 @@ from normllava.diagnostics.verdict import (
     judge_change,
     judge_sweep,
     judge_turning,
-    place_norm,
-    share_kept_by_eps,
 )
 
 
@@ -35,9 +30,7 @@ UNCLEAR = np.array([-0.2, 0.3, 0.4])  # the mean is 1/6, and its interval contai
 ZERO = np.zeros(3)
 
 
-def sweep_rows(
-    changes: dict[float, np.ndarray], answers: str = "several", updates_are_known: bool = True
-) -> pd.DataFrame:
+def sweep_rows(changes: dict[float, np.ndarray], answers: str = "several") -> pd.DataFrame:
     """Rows of a sweep of three pictures. At dose 1, the share of right answers is 0.5, and the loss is 2. Guessing
     gets 0.25.
 
@@ -46,7 +39,6 @@ def sweep_rows(
             answer changes by the same number with the opposite sign.
         answers: "several" if the model can choose from the different answers of several rows, "one" if all rows have
             the same answer, so that only its loss is measured, and "no" if rows have no answers.
-        updates_are_known: Whether what the first layer's attention adds is told apart from what its MLP adds.
     """
     rows = []
     for dose, change in {1.0: ZERO, **changes}.items():
@@ -58,9 +50,7 @@ def sweep_rows(
         if dose == 1 and answers == "several":
             values_by_measure |= {"guessing": np.full(3, 0.25)}
         if dose == 1:  # `length` is the norm of image tokens over the norm of text tokens
-            values_by_measure |= {"length": np.ones(3), "eps": np.zeros(3)}
-        if dose == 1 and updates_are_known:
-            values_by_measure |= {"attention_update": 2 * np.ones(3), "mlp_update": 3 * np.ones(3)}
+            values_by_measure |= {"length": np.ones(3)}
         for measure, values in values_by_measure.items():
             rows.append(make_rows(measure, values).assign(dose=dose))
     return pd.concat(rows)
@@ -171,63 +161,6 @@ def test_turning_differs_if_the_interval_of_the_gap_lies_on_one_side_of_zero() -
 @pytest.mark.parametrize("gap", [Estimate(0.1), None], ids=["no interval", "not measured"])
 def test_turning_is_not_judged_without_an_interval(gap: Estimate | None) -> None:
     assert judge_turning({"first third": Estimate(0.1, 0.05, 0.2), "last third": gap}) == {}
-
-
-@pytest.mark.parametrize(
-    ("image", "attention", "mlp", "place"),
-    [
-        pytest.param((1.0, 2.0), (2.1, 3.0), (9.0, 9.5), Place.BELOW_ATTENTION, id="below attention"),
-        pytest.param((1.0, 2.0), (2.0, 3.0), (9.0, 9.5), Place.NEAR_ONE, id="meets attention from below"),
-        pytest.param((3.0, 8.0), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE, id="meets attention from above"),
-        pytest.param((3.1, 8.0), (2.0, 3.0), (8.1, 9.0), Place.BETWEEN, id="between"),
-        pytest.param((3.1, 8.1), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE, id="meets the MLP from below"),
-        pytest.param((9.0, 9.2), (2.0, 3.0), (8.1, 9.0), Place.NEAR_ONE, id="meets the MLP from above"),
-        pytest.param((9.1, 9.2), (2.0, 3.0), (8.1, 9.0), Place.ABOVE_BOTH, id="above both"),
-        pytest.param((9.1, 9.2), (9.0, 9.1), (8.1, 9.0), Place.NEAR_ONE, id="above the MLP, meets attention"),
-    ],
-)
-def test_norms_differ_where_their_intervals_do_not_meet(
-    image: tuple[float, float], attention: tuple[float, float], mlp: tuple[float, float], place: Place
-) -> None:
-    """Each norm is given by the ends of its interval, `low` and `high`."""
-
-    def make_estimate(low: float, high: float) -> Estimate:
-        return Estimate((low + high) / 2, low, high)
-
-    assert place_norm(make_estimate(*image), make_estimate(*attention), make_estimate(*mlp)) == place
-
-
-def test_a_norm_has_no_place_if_the_updates_are_not_known() -> None:
-    assert place_norm(Estimate(1.5, 1.0, 2.0), None, None) is None
-
-
-# At the smallest dose, image tokens may be so small that eps makes RMSNorm's output smaller.
-TOKEN = np.array([3.0, 4.0])  # its norm is 5
-
-
-def expected_share(eps: float) -> float:
-    """The norm that RMSNorm gives `TOKEN` at the smallest dose, over the norm that it would give without eps."""
-    token = SMALLEST * TOKEN
-    mean_square = np.mean(token**2)
-    with_eps = np.linalg.norm(token / np.sqrt(mean_square + eps))
-    without_eps = np.linalg.norm(token / np.sqrt(mean_square))
-    return float(with_eps / without_eps)
-
-
-def norm_at_mean_square(eps: float) -> float:
-    """The norm that `TOKEN` would have if its mean square were `eps`."""
-    return (len(TOKEN) * eps) ** 0.5
-
-
-def test_the_share_that_eps_leaves_is_that_of_rms_norm() -> None:
-    expected = expected_share(eps=0.003)
-    assert expected < KEPT_BY_EPS
-    assert share_kept_by_eps(image_norm=5.0, eps_norm=norm_at_mean_square(0.003)) == pytest.approx(expected)
-
-
-def test_an_eps_that_hardly_matters_is_not_told() -> None:
-    assert expected_share(eps=0.002) >= KEPT_BY_EPS
-    assert share_kept_by_eps(image_norm=5.0, eps_norm=norm_at_mean_square(0.002)) is None
 
 
 def test_the_interval_of_a_share_is_cut_off_at_0_and_1() -> None:

@@ -118,7 +118,7 @@ ALIGNED_RATE = """\
 # of it little (docs/emoji.md, with adapters).
 learning_rate: 5.0e-5
 """
-ALIGNED_ADAPT = "projector_learning_rate: 5.0e-5  # it is aligned already, and at 2e-4 forgets that (docs/emoji.md)\n"
+ALIGNED_ADAPT = "projector_learning_rate: 5.0e-5  # it is aligned already, and at 5e-4 forgot that (docs/emoji.md)\n"
 WHOLE_PICTURES = "max_tiles: 1                     # whole pictures: a caption says nothing of a corner\n"
 
 # The paper's rows: where a recipe finds them, and how many there are.

@@ -33,6 +33,7 @@ from training.modules.stages import Stage, base_model
 from training.modules.stand_ins import EightBitAdam, pack_layers
 from training.options import command_line
 from training.options.arguments import RunArguments, TrainingConfig
+from training.options.refusals import check_sharded_optimizer
 
 
 logger = logging.getLogger(__name__)
@@ -98,10 +99,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_args, args = parse_for_gpu(sft_options)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
 
+    is_sharded = options.devices > 1 and run_args.stage == Stage.INSTRUCT  # other stages train few weights, by DDP
+    if is_sharded:
+        check_sharded_optimizer(args)
+
     batch = make_batch(run_args, args, options.tokens, options.supervised, options.tiles)
     plan = plan_step(config, run_args, args, batch)
-    shards = run_args.stage == Stage.INSTRUCT  # the other stages train few weights, by DDP
-    if shards:
+    if is_sharded:
         plan = plan.sharded(options.devices)
 
     num_rows = count_rows(run_args, args, batch, options.devices, options.rows)
@@ -122,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logger.info(
         "memory of a device, %s, bf16 %s: %.2f GiB (weights %.2f, gradients %.2f, states %.2f, activations and "
         "temporary %.2f)",
-        "sharded by FSDP2" if shards and options.devices > 1 else "nothing sharded",
+        "sharded by FSDP2" if is_sharded else "nothing sharded",
         bool(args.bf16),
         plan.peak / GIB,
         plan.weights / GIB,

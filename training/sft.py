@@ -66,7 +66,7 @@ from training.modules.stages import Stage, describe_stage
 from training.options.arguments import RunArguments, TrainingConfig, read_resume
 from training.options.command_line import build_parser, make_arguments, read_fields
 from training.options.refusals import check_devices, check_tiles
-from training.rows.batches import Batches, deal_held_out, deal_rows, fit_batch_size, require_separate_samples
+from training.rows.batches import Batches, deal_held_out, deal_rows, require_separate_samples
 from training.rows.collator import VisionLanguageCollator
 from training.rows.data import read_held_out, read_rows, require_pictures
 from training.rows.streams import StreamBatches
@@ -137,7 +137,6 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
 
     # Read the rows. What needs none has been checked before, since reading them takes long.
-    fit_batch_size(run_args, args)
     logger.info("Reading and checking the rows ...")
     row_tokenizer = make_tokenizer(run_args, args, config)
     rows, fingerprint, sources = read_rows(run_args, args, row_tokenizer)

@@ -112,6 +112,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"warmup_ratio": 0.03}, "warmup_ratio is gone: give warmup_steps, where a number below 1"),
     ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha depends on rows' lengths"),
     ({"gradient_accumulation_steps": 2}, "either global_batch_size or gradient_accumulation_steps"),
+    (
+        {"global_batch_size": 5, "per_device_train_batch_size": 2},
+        "global_batch_size 5 is not a multiple of per_device_train_batch_size 2 times 1 processes",
+    ),
+    ({"optim": "schedule_free_adamw"}, "trains other weights than it saves"),
+    ({"optim": "galore_adamw_layerwise"}, "optim galore_adamw_layerwise changes weights in every backward pass"),
+    ({"optim": "adalomo"}, "optim adalomo changes weights in every backward pass"),
     ({**PACKED, "global_batch_size": None}, "give global_batch_size"),
     ({"stage": "align", "lora_r": 64}, "lora_r is read in stage 'adapt' alone, got stage 'align'"),
     ({**INSTRUCT, "lora_alpha": 8}, "lora_alpha is read in stage 'adapt' alone, got stage 'instruct'"),
@@ -258,6 +265,17 @@ def test_the_best_checkpoint_is_not_kept_as_shards(recipe: Path, monkeypatch: py
     run_args, args = parse_arguments(options)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="under FSDP2 holds shards that no model loads"):
+        check_arguments(run_args, args)
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "lion_32bit"])
+def test_optimizers_of_bitsandbytes_are_refused_for_shards(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, optim: str
+) -> None:
+    """Their kernels raise a RuntimeError for weights that FSDP2 shards, at the first step."""
+    run_args, args = parse_arguments(change_recipe(recipe, optim=optim))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=f"optim {optim} is bitsandbytes', which can't train weights that"):
         check_arguments(run_args, args)
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from training.options.arguments import RunArguments, TrainingConfig
-from training.rows.batches import Batches, deal_rows, fit_batch_size, padded_batches
+from training.rows.batches import Batches, deal_rows, padded_batches
 
 
 def process_args(rank: int, num_processes: int) -> Any:
@@ -101,29 +101,3 @@ def test_the_accumulation_steps_follow_from_the_global_batch(fields: dict[str, A
     args.data_seed = 7
     other_batches, _ = deal_rows(run_args, args, rows, num_blank_tokens=4)
     assert list(other_batches) != first_epoch
-
-
-def arguments(global_batch_size: int, **fields: Any) -> tuple[RunArguments, TrainingConfig]:
-    run_args = RunArguments(dataset_name="", stage="align", global_batch_size=global_batch_size)
-    return run_args, TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, **fields)
-
-
-def test_a_global_batch_that_is_no_multiple_of_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="global_batch_size 5 is not a multiple of per_device_train_batch_size 2"):
-        fit_batch_size(*arguments(5, per_device_train_batch_size=2))
-
-    monkeypatch.setattr(TrainingConfig, "world_size", 2)
-    with pytest.raises(ValueError, match=r"global_batch_size 7 is not a multiple .* times 2 processes"):
-        fit_batch_size(*arguments(7))
-
-
-@pytest.mark.parametrize(
-    ("global_batch_size", "num_processes", "expected"), [(8, 2, 4), (24, 2, 6), (128, 8, 8), (14, 1, 7), (11, 1, 1)]
-)
-def test_without_a_batch_size_of_a_process_the_global_batch_is_divided(
-    monkeypatch: pytest.MonkeyPatch, global_batch_size: int, num_processes: int, expected: int
-) -> None:
-    monkeypatch.setattr(TrainingConfig, "world_size", num_processes)
-    run_args, args = arguments(global_batch_size)
-    fit_batch_size(run_args, args)
-    assert args.per_device_train_batch_size == expected

@@ -122,11 +122,19 @@ def leave_end_unmarked(processor: Any) -> None:
     processor.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
 
 
+def leave_answers_unmarked(processor: Any) -> None:
+    """As in most Llavas of the Hub."""
+    leave_end_unmarked(processor)
+    for mark in ("{% generation %}", "{% endgeneration %}"):
+        processor.chat_template = processor.chat_template.replace(mark, "")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (drop_crop_size, "its image processor names no crop_size"),
         (leave_end_unmarked, "its chat template marks no token that ends an answer"),
+        (leave_answers_unmarked, "its chat template marks no answer"),
     ],
 )
 def test_a_llava_whose_processor_is_not_complete_is_refused_with_what_to_do(

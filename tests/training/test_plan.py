@@ -270,6 +270,12 @@ def test_only_stage_instruct_is_sharded(print_report: Callable[..., str]) -> Non
     assert "sharded by FSDP2" in sharded
     assert sharded != memory_line(*instruct, "--devices=1")
 
+    # 8-bit Adam is planned for one device only.
+    eight_bit = (*instruct, "--optim=adamw_bnb_8bit")
+    assert "nothing sharded" in memory_line(*eight_bit)
+    with pytest.raises(SystemExit, match="optim adamw_bnb_8bit is bitsandbytes'"):
+        print_report(*eight_bit, "--devices=8")
+
 
 def test_a_sample_that_is_too_short_is_refused(print_report: Callable[..., str]) -> None:
     with pytest.raises(SystemExit, match=r"^error: A sample of 10 tokens can't hold .* supervised ones: set --tokens"):

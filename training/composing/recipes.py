@@ -96,7 +96,7 @@ PADDED = """\
 per_device_train_batch_size: 4   # padded, since this decoder would mix samples of a packed row; memory grows with it
 """
 MACHINE = """\
-{rows}optim: adamw_torch_fused         # adamw_bnb_8bit's states take a quarter of the memory; needs the extra "train"
+{rows}optim: adamw_torch_fused         # or adamw_bnb_8bit, without FSDP2: a quarter of the states; extra "train"
 # torch_compile: true            # faster on a GPU, once each layer is compiled
 dataset_num_proc: 8              # for checking and measuring the rows before training
 logging_steps: 10

@@ -68,20 +68,21 @@ def require_complete(name: str, processor: LlavaProcessor) -> None:
 
 
 def require_trained_end(name: str, row_tokenizer: RowTokenizer) -> None:
-    """Refuse a chat template that marks answers without the token that ends them.
+    """Refuse a chat template that marks no answer, or marks answers without the token that ends them.
 
     Args:
         name: The model's folder or Hub id.
         row_tokenizer: The tokenizer of rows by the chat template.
 
     Raises:
-        UserError: if no special token is supervised in an answer. The model would never learn to stop.
+        UserError: if no token of an answer is supervised, or no special token is: the model wouldn't learn to stop.
     """
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     try:
         row = row_tokenizer({"source": name, "conversations": turns}, image_sizes=[])
-    except BadRowError:
-        return  # the template marks no answer at all, which the check of the rows will say
+    except BadRowError as error:  # here, and not for every row, since checking the rows takes long
+        problem = "its chat template marks no answer, or its tokenizer has `trim_offsets`"
+        raise incomplete_error(name, problem) from error
     added_tokens = row_tokenizer.processor.tokenizer.added_tokens_decoder
     special_ids = {token_id for token_id, token in added_tokens.items() if token.special}
     if special_ids.isdisjoint(row["labels"]):

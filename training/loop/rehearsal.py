@@ -37,8 +37,8 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
         except torch.OutOfMemoryError as error:
             raise UserError(
                 "The weights, their gradients and the optimizer's states do not fit into memory, whatever the batch: "
-                "take optim: adamw_bnb_8bit, several GPUs with training/accelerate/fsdp2.yaml, or stage adapt "
-                f"({error})"
+                "take optim: adamw_bnb_8bit on one GPU, several GPUs with training/accelerate/fsdp2.yaml, or stage "
+                f"adapt ({error})"
             ) from error
 
     cuda_devices = [device] if device.type == "cuda" else []

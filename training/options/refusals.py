@@ -114,6 +114,8 @@ RATE_FIELDS = (
     "key_gram_weight",
     "eval_answers",
 )
+# What the names of bitsandbytes' optimizers contain.
+BITSANDBYTES_NAMES = ("bnb", "8bit", "paged", "lion", "ademamix")
 # Fields that only stage 'adapt' reads.
 ADAPTER_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
 # Fields that name a single source of rows. With `datasets`, each entry names its own.
@@ -245,7 +247,8 @@ def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
-    """One field sets the number of samples in a step. Samples of a packed row don't change each other's loss.
+    """One field sets the number of samples in a step, and all passes of a step are full. Samples of a packed row don't
+    change each other's loss.
 
     accelerator_config keeps its default: batches don't come from accelerate, and FSDP2 shards gradients in every pass.
     """
@@ -254,6 +257,12 @@ def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:
+        rows_per_pass = args.per_device_train_batch_size * args.world_size
+        if run_args.global_batch_size is not None and run_args.global_batch_size % rows_per_pass != 0:
+            raise UserError(
+                f"global_batch_size {run_args.global_batch_size} is not a multiple of per_device_train_batch_size "
+                f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
+            )
         return
 
     if run_args.global_batch_size is None:
@@ -287,9 +296,14 @@ def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_optimizer(run_args: RunArguments, args: TrainingConfig) -> None:
-    """The optimizer trains the weights that are saved. `clip_by_module` comes with a norm to clip to."""
+    """The optimizer trains the weights that are saved, once a step. `clip_by_module` comes with a norm to clip to."""
     if args.optim.startswith("schedule_free"):
         raise UserError("A schedule_free optimizer trains other weights than it saves.")
+    if args.optim.endswith(("layerwise", "lomo")):
+        raise UserError(
+            f"optim {args.optim.value} changes weights in every backward pass, at one learning rate: take one that "
+            "waits for the step."
+        )
     if run_args.clip_by_module and not args.max_grad_norm:
         raise UserError("clip_by_module clips to max_grad_norm, and 0 clips nothing: give a number above 0.")
 
@@ -346,6 +360,8 @@ def check_sharding(args: TrainingConfig) -> None:
         raise UserError("Take fsdp out of the recipe: launch with --config_file training/accelerate/fsdp2.yaml.")
 
     is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if is_sharded:
+        check_sharded_optimizer(args)
     if is_sharded and args.save_strategy == "best":
         raise UserError(
             "save_strategy 'best' keeps a checkpoint, which under FSDP2 holds shards that no model loads: take "
@@ -356,6 +372,16 @@ def check_sharding(args: TrainingConfig) -> None:
     state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
     if version != "2" or state_dict_type == "FULL_STATE_DICT":
         raise UserError("Set fsdp_version: 2 and SHARDED_STATE_DICT, as training/accelerate/fsdp2.yaml does.")
+
+
+def check_sharded_optimizer(args: TrainingConfig) -> None:
+    """The optimizer can step on weights that FSDP2 shards. Those of bitsandbytes can't: they know no `DTensor`."""
+    is_of_torch = args.optim.startswith("adamw_torch")  # adamw_torch_8bit, too
+    if not is_of_torch and any(part in args.optim for part in BITSANDBYTES_NAMES):
+        raise UserError(
+            f"optim {args.optim.value} is bitsandbytes', which can't train weights that FSDP2 shards: take "
+            "adamw_torch_fused, or train without FSDP2."
+        )
 
 
 def check_trackers(args: TrainingConfig) -> None:

@@ -66,10 +66,6 @@ class Batches(Sampler[list[int]]):
         return self._num_passes
 
 
-# The default of `per_device_train_batch_size`.
-DEFAULT_BATCH_SIZE: int = TrainingConfig.per_device_train_batch_size
-
-
 def deal_rows(
     run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, num_blank_tokens: int
 ) -> tuple[Batches | None, int]:
@@ -96,7 +92,7 @@ def deal_rows(
         accumulation_steps, rest = divmod(
             run_args.global_batch_size, args.per_device_train_batch_size * args.world_size
         )
-        assert rest == 0  # `fit_batch_size` has seen to it
+        assert rest == 0  # check_arguments has refused another number
     if isinstance(rows, IterableDataset):
         return None, accumulation_steps
 
@@ -112,30 +108,6 @@ def deal_rows(
 def data_seed(args: TrainingConfig) -> int:
     """The seed of the order of rows in the first epoch."""
     return args.seed if args.data_seed is None else args.data_seed
-
-
-def fit_batch_size(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Check that all processes together can take `global_batch_size` padded rows in whole passes.
-
-    If `per_device_train_batch_size` has its default, it becomes the largest number up to this default that divides the
-    rows of a process.
-
-    Raises:
-        UserError: if the number of passes is not whole.
-    """
-    global_batch_size = run_args.global_batch_size
-    if global_batch_size is None or run_args.packed_length is not None:
-        return
-
-    rows_of_process, rest = divmod(global_batch_size, args.world_size)
-    if args.per_device_train_batch_size == DEFAULT_BATCH_SIZE and rest == 0:
-        divisors = [size for size in range(1, DEFAULT_BATCH_SIZE + 1) if rows_of_process % size == 0]
-        args.per_device_train_batch_size = max(divisors)
-    if rest != 0 or rows_of_process % args.per_device_train_batch_size != 0:
-        raise UserError(
-            f"global_batch_size {global_batch_size} is not a multiple of per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
-        )
 
 
 def deal_packed(

@@ -205,10 +205,20 @@ def describe_missing(run: Path, facts: Facts) -> list[str]:
 
 
 def check_names(run: Path, options: BuildOptions) -> None:
-    """Raises `UserError` if `run` is a release folder, or the name of the repository or the tag is not valid."""
+    """Check what is published under which names.
+
+    Raises:
+        UserError: if `run` is a release folder or a checkpoint, or the name of the repository or the tag is not valid.
+    """
     # Every release folder has this file, and no run has it.
     if (run / "handler.py").exists():
         raise UserError(f"{run} is a release: give the run that it was built from, and its folder as --output_dir.")
+    # Trainer reads checkpoints by the weights' names in the model, which vLLM and converters don't know.
+    if run.resolve().name.startswith("checkpoint-"):
+        raise UserError(
+            f"{run} is a checkpoint, whose weights don't have the names of a release. To publish it, load model and "
+            "processor by from_pretrained, save both in a new folder, and copy run.json and trainer_state.json there."
+        )
     if not is_hub_id(options.repo_id):
         raise UserError(f"--repo_id {options.repo_id!r} is not owner/name.")
 

@@ -390,7 +390,8 @@ def list_stage(stage: TrainingStage) -> list[tuple[str, str]]:
         ("steps", format_count(stage.steps)),
         ("tokens", format_count(stage.tokens)),
     ]
-    rows += [("data", describe_source(source)) for source in stage.sources]
+    data = [describe_source(source) for source in stage.sources] or [NOT_RECORDED]
+    rows += [("data", source) for source in data]
     rows += [
         ("loss, first and last logged", losses),
         ("time", format_duration(stage.seconds)),
@@ -416,13 +417,16 @@ def describe_source(source: dict[str, Any]) -> str:
     if source["split"] != "train":
         description += f", {source['split']}"
 
+    short_hash = source["fingerprint"][:12]
+    if source["rows"] is None:
+        return escape_cell(f"{description}: a stream; content {short_hash}")
+
     description += f": {format_count(source['good_rows'])} rows"
     if source["good_rows"] < source["rows"]:
         description += f" (of {format_count(source['rows'])}; the rest are bad)"
     if source["weight"] != 1:
         description += f", weight {source['weight']}, {format_count(source['drawn'])} per epoch"
 
-    short_hash = source["fingerprint"][:12]
     return escape_cell(f"{description}; content {short_hash}")
 
 

@@ -4,13 +4,11 @@ A fact that no file holds is `None`, and the card shows it as "not recorded". `r
 because the card can do without any of its fields.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hub_cards.contents import read_json
-from normllava.errors import UserError
 from normllava.files import weights_fingerprint
 
 
@@ -18,6 +16,8 @@ from normllava.files import weights_fingerprint
 LISTED_ARGUMENTS = (
     "num_train_epochs",
     "global_batch_size",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
     "packed_length",
     "seed",
     "bf16",
@@ -100,30 +100,30 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
     """Read one stage from its folder.
 
     Args:
-        folder: The folder, with `trainer_state.json` and perhaps `metrics.jsonl`.
+        folder: The folder, with `trainer_state.json`.
         run_record: The content of the folder's `run.json`; empty if there is no such file.
     """
     trainer_state = read_json(folder / "trainer_state.json")
-    metrics = read_metrics(folder / "metrics.jsonl")
+    logs = trainer_state["log_history"]
     arguments = run_record.get("arguments", {})
     environment = run_record.get("environment", {})
 
     first_loss = None
     last_loss = None
-    losses = [entry["loss"] for entry in metrics if "loss" in entry]
+    losses = [entry["loss"] for entry in logs if "loss" in entry]
     if losses:
         first_loss = losses[0]
         last_loss = losses[-1]
 
     # Each count is of all tokens so far, so the last count is the stage's.
     tokens = None
-    token_counts = [entry["num_tokens"] for entry in metrics if "num_tokens" in entry]
+    token_counts = [entry["num_tokens"] for entry in logs if "num_tokens" in entry]
     if token_counts:
         tokens = int(token_counts[-1])
 
     # A resumed run logs only the time since it was resumed, which is not the time of the stage.
     seconds = None
-    logged_seconds = [entry["train_runtime"] for entry in metrics if "train_runtime" in entry]
+    logged_seconds = [entry["train_runtime"] for entry in logs if "train_runtime" in entry]
     if logged_seconds and not environment.get("resumed"):
         seconds = logged_seconds[-1]
 
@@ -138,7 +138,7 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
         first_loss=first_loss,
         last_loss=last_loss,
         seconds=seconds,
-        arguments=select_arguments(arguments, metrics),
+        arguments=select_arguments(arguments, logs),
         hardware=hardware,
         commit=environment.get("commit"),
         sources=run_record.get("sources", []),
@@ -146,25 +146,7 @@ def read_stage(folder: Path, run_record: dict[str, Any]) -> TrainingStage:
     )
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a run's `metrics.jsonl`, one for each line; an empty list if there is no such file.
-
-    Raises:
-        UserError: if a line is not valid JSON. A run that was killed may have written only a part of a line.
-    """
-    if not path.exists():
-        return []
-
-    metrics = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            metrics.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}, is not valid JSON ({error}). Delete the line.") from error
-    return metrics
-
-
-def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def select_arguments(arguments: dict[str, Any], logs: list[dict[str, Any]]) -> dict[str, Any]:
     """The arguments that the card lists for a run, by their names: the arguments that were set and had an effect."""
     names = list(LISTED_ARGUMENTS)
     if arguments.get("max_steps", -1) > 0:  # the number of epochs has then no effect
@@ -174,7 +156,7 @@ def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -
     if any(arguments.get(name) for name in KEY_LOSS_ARGUMENTS):
         names += KEY_LOSS_ARGUMENTS
     # A run logs a learning rate for the norm only if the model has a norm and the run trains it.
-    if any("learning_rate/multi_modal_projector.norm" in entry for entry in metrics):
+    if any("learning_rate/multi_modal_projector.norm" in entry for entry in logs):
         names += NORM_ARGUMENTS
 
     listed_arguments = {}

@@ -51,14 +51,12 @@ def trained_run(make_model_folder: Callable[..., Path], tmp_path_factory: pytest
     shutil.copytree(make_model_folder(), run)  # a small random model
 
     # A log of eight steps.
-    (run / "trainer_state.json").write_text(json.dumps({"global_step": 8, "log_history": []}))
-    metrics = [
+    logs = [
         {"step": 4, "loss": 2.5},
         {"step": 8, "loss": 1.5, "num_tokens": 200.0},
         {"step": 8, "train_runtime": 30.0},
     ]
-    lines = [json.dumps(entry) for entry in metrics]
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (run / "trainer_state.json").write_text(json.dumps({"global_step": 8, "log_history": logs}))
 
     run_record = {
         "arguments": {

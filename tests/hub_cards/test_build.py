@@ -201,7 +201,7 @@ def test_the_card_shows_what_no_file_holds_as_not_recorded(run: Path, build_card
     assert "| hardware | not recorded |\n| code | not recorded |" in card
 
     # Without the other records too, there is no stage and no result.
-    for name in ("trainer_state.json", "metrics.jsonl", "evaluation.json"):
+    for name in ("trainer_state.json", "evaluation.json"):
         (run / name).unlink()
     card = build_card(run, **OWN_LICENCE)
     assert "Procedure: not recorded." in card
@@ -492,6 +492,17 @@ def test_the_card_links_a_source_of_data_on_the_hub(run: Path, build_card: Calla
     assert ModelCard(card).data.datasets == ["other/rows", "owner/rows"]
 
 
+def test_the_card_names_the_source_of_a_stream(run: Path, build_card: Callable[..., str]) -> None:
+    counts = {"rows": None, "good_rows": None, "drawn": None}  # nobody counts a stream's rows
+    source = {"path": "other/rows", "name": None, "split": "train", "is_local": False, "weight": 1.0, **counts}
+    set_fields("run.json", sources=[{**source, "fingerprint": "c" * 64}])(run)
+
+    card = build_card(run, **OWN_LICENCE)
+    link = "[other/rows](https://huggingface.co/datasets/other/rows)"
+    assert f"| data | {link}: a stream; content {'c' * 12} |\n" in card
+    assert "other/rows" in ModelCard(card).data.datasets
+
+
 def test_a_stage_lists_only_arguments_that_had_an_effect(run: Path) -> None:
     arguments_without_effect = {
         "load_in_4bit": False,
@@ -512,8 +523,8 @@ def test_a_stage_lists_only_arguments_that_had_an_effect(run: Path) -> None:
 def test_an_adapt_stage_lists_arguments_of_lora_of_key_losses_and_of_the_norm(run: Path) -> None:
     arguments = {"lora_r": 16, "key_mmd_weight": 0.1, "key_gram_weight": 0.0, "norm_learning_rate": 1e-4}
     set_fields("run.json", arguments={"stage": "adapt", **arguments})(run)
-    with (run / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"learning_rate/multi_modal_projector.norm": 0.0001}\n')
+    logs = [{"learning_rate/multi_modal_projector.norm": 0.0001}]
+    set_fields("trainer_state.json", log_history=logs)(run)
     (stage,) = collect_facts(run).stages
     assert stage.arguments == arguments
 
@@ -523,14 +534,6 @@ def test_a_resumed_stage_has_no_time(run: Path) -> None:
     set_fields("run.json", environment__resumed=True)(run)
     (stage,) = collect_facts(run).stages
     assert stage.seconds is None
-
-
-def test_an_incomplete_line_of_the_metrics_is_named(run: Path) -> None:
-    # The run's log has three lines already.
-    with (run / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"loss": 1')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 4, is not valid JSON"):
-        collect_facts(run)
 
 
 def test_a_push_finds_the_recipes_prose_and_the_report_of_the_diagnostics(

@@ -134,6 +134,15 @@ def test_a_release_folder_in_place_of_the_run_is_refused(
     assert hub.requests == []
 
 
+def test_a_checkpoint_is_refused(trained_run: Path, tmp_path: Path, logged_in: None, hub: HubServer) -> None:
+    """The release of a plain Llava's checkpoint would have names that vLLM doesn't know."""
+    checkpoint = shutil.copytree(trained_run, tmp_path / "checkpoint-8")
+    with pytest.raises(SystemExit, match=r"is a checkpoint, .* load model and processor by from_pretrained"):
+        run_command("push", checkpoint, "--repo_id", REPO_ID, "--output_dir", tmp_path / "new")
+
+    assert hub.requests == []
+
+
 def test_a_folder_of_other_weights_is_refused(
     trained_run: Path, release: Path, tmp_path: Path, logged_in: None, hub: HubServer
 ) -> None:

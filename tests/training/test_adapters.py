@@ -247,7 +247,7 @@ def test_a_merged_model_is_a_complete_folder_that_gives_the_logits_of_the_adapte
         "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
     }  # fmt: skip
     # The merged folder also has the run's files, from which a model card is made.
-    for name in ("run.json", "trainer_state.json", "metrics.jsonl"):
+    for name in ("run.json", "trainer_state.json"):
         assert (merged_folder / name).read_bytes() == (adapter / name).read_bytes()
 
     merged_model = AutoModelForImageTextToText.from_pretrained(merged_folder).eval()

@@ -327,7 +327,7 @@ def copy_record(source: Path, destination: Path) -> None:
 
     Files that are not in `source` are left out.
     """
-    for name in (COMPOSED_FILE, RUN_FILE, STATE_FILE, "metrics.jsonl", ANSWERS_FILE):
+    for name in (COMPOSED_FILE, RUN_FILE, STATE_FILE, ANSWERS_FILE):
         if (source / name).exists():
             shutil.copy(source / name, destination)
 

@@ -46,15 +46,15 @@ class SourceRecord:
     split: str
     is_local: bool
     """Whether `path` is a local file or folder, not a dataset on the Hub."""
-    rows: int
-    """The number of rows in the source, good and bad."""
-    good_rows: int
-    """The number of rows that passed the check."""
+    rows: int | None
+    """The number of rows in the source, good and bad; `None` for a stream, whose rows nobody counts."""
+    good_rows: int | None
+    """The number of rows that passed the check; `None` for a stream."""
     weight: float
-    drawn: int
-    """The number of rows in an epoch that come from this source."""
+    drawn: int | None
+    """The number of rows in an epoch that come from this source; `None` for a stream."""
     fingerprint: str
-    """The fingerprint of the good rows' content."""
+    """The fingerprint of the good rows' content, or of what a stream reads."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Run:
     """Path of the recipe; `None` if all fields were given on the command line."""
     environment: Environment
     sources: tuple[SourceRecord, ...] = ()
-    """The records of the sources of rows; empty for a stream."""
+    """The records of the sources of rows."""
     start_weights: str | None = None
     """The fingerprint of the weights of the model that the run started from; `None` if it has no safetensors files."""
     composed: Composed | None = None

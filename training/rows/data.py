@@ -34,7 +34,7 @@ def read_rows(
 
     Returns:
         The rows with their tokens, a fingerprint that must be the same when the run is resumed, and a record of each
-        source. The rows of a stream are neither checked nor tokenized, and a stream has no record of its source.
+        source. The rows of a stream are neither checked, tokenized nor counted.
 
     Raises:
         UserError: if the rows can't be loaded, or if a row is bad and `bad_rows` is `"error"`.
@@ -60,7 +60,8 @@ def read_rows(
     if run_args.dataset_streaming:
         (entry,) = entries  # check_arguments has refused `datasets` with a stream
         stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
-        return stream, stream_fingerprint(entry.path, entry.name, entry.split), []
+        fingerprint = stream_fingerprint(entry.path, entry.name, entry.split)
+        return stream, fingerprint, [describe_stream(entry, fingerprint)]
 
     mixture = []
     sources = []
@@ -175,6 +176,21 @@ def describe_source(entry: SourceArguments, checked_rows: CheckedRows, num_drawn
         weight=entry.weight,
         drawn=num_drawn,
         fingerprint=checked_rows.fingerprint,
+    )
+
+
+def describe_stream(entry: SourceArguments, fingerprint: str) -> SourceRecord:
+    """The record of a source that is streamed."""
+    return SourceRecord(
+        path=entry.path,
+        name=entry.name,
+        split=entry.split,
+        is_local=find_source(entry.path).is_local,
+        rows=None,
+        good_rows=None,
+        weight=entry.weight,
+        drawn=None,
+        fingerprint=fingerprint,
     )
 
 

@@ -55,7 +55,7 @@ class InterfaceHooks(ExitStack):
         # Qwen3-VL's vision config has a field `deepstack_visual_indexes`. The text of the whole config is searched, so
         # that such a field is found in any of the nested configs.
         has_deepstack = "deepstack" in str(model.config.to_dict())
-        # Gemma 3n and Gemma 4 give each layer a projection of the embeddings, too.
+        # Gemma 4 gives each layer a projection of the embeddings, too.
         has_inputs_by_layer = getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0)
         if has_deepstack or has_inputs_by_layer:
             self.notes.append(

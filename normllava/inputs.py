@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, BaseImageProcessor, BatchFeature, PreTrainedModel
 
 from normllava.errors import UserError
-from normllava.parts import DiagnosticsError
+from normllava.parts import DiagnosticsError, complete_processor
 from normllava.tokens import Inputs, token_ids
 
 
@@ -73,6 +73,7 @@ def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Messag
         DiagnosticsError: if the processor refuses the messages, for example because its template does not know a
             role, or because a picture is too small.
     """
+    complete_processor(processor, model)
     try:
         prepared = _run_processor(processor, messages)
     except (TemplateError, ValueError) as error:

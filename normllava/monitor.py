@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from normllava.errors import UserError
 from normllava.norms import token_norms
-from normllava.parts import find_decoder
+from normllava.parts import find_decoder, require_one_state_per_token
 from normllava.tokens import Inputs, Tokens, classify, token_ids
 
 
@@ -131,6 +131,7 @@ class NormMonitor:
         if self._tokens is not None:
             # Decoders pass hidden states by position or by name.
             self._layer_input = args[0] if args else kwargs["hidden_states"]
+            require_one_state_per_token(self._layer_input)
 
     @torch.no_grad()
     def _add(self, layer: nn.Module, args: Any, output: Any) -> None:

@@ -44,9 +44,11 @@ def complete_processor(processor: Any, model: Any) -> None:
 
     Older checkpoints have no `patch_size`, and their processor then fails on the first picture.
     """
-    encoder: Any = find_encoder(model)
     lacks_patch_size = getattr(processor, "patch_size", 0) is None  # 0 for a processor that doesn't count by patches
-    if encoder is None or not lacks_patch_size:
+    if not lacks_patch_size:
+        return
+    encoder: Any = find_encoder(model)
+    if encoder is None:
         return
     _, num_additional = vision_tokens(encoder, processor.image_processor)
     processor.patch_size = encoder.config.patch_size
@@ -109,6 +111,19 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     if model.config.is_encoder_decoder or decoder.config.is_encoder_decoder:
         raise DiagnosticsError(f"{name} has no image tokens: pictures reach its decoder by cross-attention.")
     return decoder
+
+
+def require_one_state_per_token(states: torch.Tensor) -> None:
+    """Refuse a decoder whose layers take several hidden states for each token, as Gemma 3n's take four.
+
+    Raises:
+        DiagnosticsError: if `states`, the input of a layer, isn't `(batch_size, sequence_length, hidden_size)`.
+    """
+    if states.ndim != 3:
+        raise DiagnosticsError(
+            f"The decoder's first layer takes a tensor of shape {tuple(states.shape)}, not one hidden state for each "
+            "token: such a decoder isn't measured."
+        )
 
 
 def outermost_module(modules: Sequence[tuple[str, nn.Module]]) -> nn.Module | None:

@@ -16,12 +16,12 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import BaseImageProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 from normllava.errors import UserError
 from normllava.inputs import eval_mode, load_processor, noise_pictures, prepare_picture
 from normllava.norms import input_scale, text_norm_target, token_norms, vocabulary_norms
-from normllava.parts import complete_processor, find_decoder
+from normllava.parts import find_decoder, require_one_state_per_token
 from normllava.tokens import Inputs, Tokens, classify_sample, exclude_newlines, token_ids
 
 
@@ -119,8 +119,6 @@ def scale_projector(
     require_whole_weights(model)
     if processor is None:
         processor = load_processor(model)
-    if not isinstance(processor, BaseImageProcessor):
-        complete_processor(processor, model)
     noise = noise_pictures(model)
     given = None if pictures is None else list(pictures)
     if given == []:
@@ -152,7 +150,9 @@ def measure_embeddings(model: PreTrainedModel, inputs: Inputs) -> _Embeddings:
     states: list[torch.Tensor] = []
 
     def keep_input(module: nn.Module, args: Any, kwargs: Inputs) -> None:
-        states.append(args[0] if args else kwargs["hidden_states"])
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        require_one_state_per_token(hidden_states)
+        states.append(hidden_states)
         raise _FirstLayerReached
 
     with find_decoder(model).layers[0].register_forward_pre_hook(keep_input, with_kwargs=True):
@@ -334,7 +334,8 @@ def require_plain_weights(parameters: Mapping[str, nn.Parameter]) -> None:
         UserError: if a parameter is quantized or without data. The message says what to do.
     """
     for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
+        # bitsandbytes can store 4-bit weights as floats, too.
+        if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
             raise UserError(
                 f"{name} is quantized: load the model without quantization, scale it, save it, and load that folder "
                 "quantized."

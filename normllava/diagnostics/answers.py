@@ -157,13 +157,18 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> PromptState:
 
     Raises:
         DiagnosticsError: if there are several prompts, and they have different lengths or the decoder's positions have
-            three axes.
+            three axes; or if the model overflows.
     """
     if len(inputs["input_ids"]) > 1:
         _require_readable_together(model, inputs)
     cache = DynamicCache(config=model.config.get_text_config())  # the model fills it
     logits = model(**inputs, **{cache_argument(model): cache}, logits_to_keep=1).logits
     first_log_probabilities = logits[:, -1].float().log_softmax(dim=-1)
+    if first_log_probabilities.isnan().any():  # no answer would be likelier than the first of the list
+        raise DiagnosticsError(
+            f"The model overflows in {model.dtype}, so answers can't be scored: load it with --dtype bfloat16 or "
+            "float32."
+        )
     return PromptState(cache, first_log_probabilities)
 
 

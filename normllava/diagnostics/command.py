@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     questions = read_questions(args)
     check_processors(args)
-    answers = [read_training_answers(Path(model)) for model in args.model]
+    held_by_folders = [(weights_fingerprint(Path(model)), read_training_answers(Path(model))) for model in args.model]
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
     words_of_command = sys.argv[1:] if argv is None else argv
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Models are measured one by one, and each comparison has one model more than the one before it. The report is
     # saved after each model, so that there is a report even if the next model fails.
     for comparison in comparisons:
-        add_what_folders_hold(comparison, args.model, answers).save(args.output_dir)
+        add_what_folders_hold(comparison, held_by_folders).save(args.output_dir)
 
     # After the loop, `comparison` is the comparison of all models.
     logger.info("\n%s\n\nReport: %s", comparison, args.output_dir / "report.html")
@@ -122,21 +122,18 @@ def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tupl
 
 
 def add_what_folders_hold(
-    comparison: Comparison, models: Sequence[str], answers: Sequence[list[TrainingAnswer]]
+    comparison: Comparison, held_by_folders: Sequence[tuple[str | None, list[TrainingAnswer]]]
 ) -> Comparison:
     """A copy of a comparison, in which each model's report has what the model's folder holds besides the model.
 
-    That is the fingerprint of the weights, and the answers that the model gave while it was trained.
-
     Args:
         comparison: The comparison of the models measured so far.
-        models: Folder or Hub id of every model, in the order in which they are measured.
-        answers: What each of them answered while it was trained.
+        held_by_folders: For every model, in the order in which they are measured, the fingerprint of its weights
+            (`None` for a model on the Hub and for an adapter), and what it answered while it was trained.
     """
     model_reports = []
     # The last models may not be measured yet, and then have no report. `strict=False` leaves them out.
-    for model_report, name, of_model in zip(comparison.report.models, models, answers, strict=False):
-        weights = weights_fingerprint(Path(name))  # `None` for a model on the Hub and for an adapter
-        model_reports.append(replace(model_report, weights=weights, answers=of_model))
+    for model_report, (weights, answers) in zip(comparison.report.models, held_by_folders, strict=False):
+        model_reports.append(replace(model_report, weights=weights, answers=answers))
     report = replace(comparison.report, models=model_reports)
     return replace(comparison, report=report)

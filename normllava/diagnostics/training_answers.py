@@ -34,11 +34,12 @@ def read_training_answers(folder: Path) -> list[TrainingAnswer]:
         return []
 
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            lines.append(json.loads(text))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}, is not valid JSON ({error}). Delete the line.") from error
+    with path.open(encoding="utf-8") as file:  # `splitlines` would split inside of answers, too, at U+2028
+        for number, text in enumerate(file, start=1):
+            try:
+                lines.append(json.loads(text))
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}, is not valid JSON ({error}). Delete the line.") from error
     if not lines:
         return []
 

@@ -20,7 +20,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
-from families import FAMILIES, IMAGE, NUM_PATCHES, build
+from families import FAMILIES, IMAGE, NUM_PATCHES, build, inputs
+from normllava import NormMonitor, scale_projector
+from normllava.diagnostics.scaling import scaled
+from normllava.inputs import prepare_picture
 from normllava.parts import (
     DiagnosticsError,
     complete_processor,
@@ -118,3 +121,41 @@ def test_an_older_processor_counts_the_patches_once_it_is_completed(
     num_image_tokens = (inputs["input_ids"] == processor.image_token_id).sum()
     assert num_image_tokens >= NUM_PATCHES
     assert processor.patch_size == 7
+
+
+def test_inputs_are_prepared_by_an_older_processor_too(backbones: Callable[[str], Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(backbones("qwen2"))
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
+    processor = LlavaProcessor(image_processor, tokenizer, image_token="<|image_pad|>")
+    inputs = prepare_picture(build("llava-clip"), processor, Image.new("RGB", (28, 28)))
+    assert (inputs["input_ids"] == processor.image_token_id).sum() == NUM_PATCHES
+
+
+def watch(model: PreTrainedModel) -> None:
+    """Run a pass that a monitor watches."""
+    NormMonitor(model).watch()
+    model(**inputs("llava-clip"))
+
+
+def scale_embeddings(model: PreTrainedModel) -> None:
+    """Run a pass with scaled image tokens."""
+    with scaled(model, inputs("llava-clip")["input_ids"][0] == IMAGE, 2.0):
+        model(**inputs("llava-clip"))
+
+
+def scale_weights(model: PreTrainedModel) -> None:
+    """Scale the projector."""
+    scale_projector(model, CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28))
+
+
+@pytest.mark.parametrize("measure", [watch, scale_embeddings, scale_weights])
+def test_a_decoder_with_several_states_for_each_token_is_refused(measure: Callable[[PreTrainedModel], Any]) -> None:
+    """Gemma 3n's layers take four. The figures would be wrong in silence."""
+    model = build("llava-clip")
+
+    def stack_four(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return (args[0].expand(4, *args[0].shape), *args[1:]), kwargs
+
+    find_decoder(model).layers[0].register_forward_pre_hook(stack_four, with_kwargs=True)
+    with pytest.raises(DiagnosticsError, match=r"takes a tensor of shape \(4, 1, .*, not one hidden state for"):
+        measure(model)

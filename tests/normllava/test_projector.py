@@ -183,7 +183,7 @@ def test_embeddings_that_are_not_finite_are_refused(llava: tuple[PreTrainedModel
 
 
 class NormedProjector(nn.Module):
-    """A projector followed by a norm without a gain, as in Gemma 3n."""
+    """A projector followed by a norm without a gain."""
 
     def __init__(self, projector: nn.Module) -> None:
         super().__init__()
@@ -234,6 +234,11 @@ def test_weights_that_cannot_be_multiplied_are_refused(llava: tuple[PreTrainedMo
     linear.weight.requires_grad_(False)
     linear.weight.data = whole.to(torch.int8)
     linear.forward = lambda features: nn.functional.linear(features, whole, linear.bias)
+    with pytest.raises(UserError, match=r"linear_2.weight is quantized: load the model without quantization"):
+        scale_projector(model, processor)
+
+    linear.weight = nn.Parameter(whole)
+    linear.weight.quant_state = object()  # as bitsandbytes stores four bits in numbers of 16
     with pytest.raises(UserError, match=r"linear_2.weight is quantized: load the model without quantization"):
         scale_projector(model, processor)
 

@@ -23,7 +23,8 @@ __all__ = ["fields", "held_out"]
 
 def read_answers(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's `answers.jsonl`."""
-    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    with (folder / "answers.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def answer_by_transformers(folder: Path, row: dict[str, Any], is_align: bool) -> str:
@@ -104,9 +105,13 @@ def test_training_goes_on_to_the_bit_as_without_answers(
         line.get("loss") for line in read_metrics(tmp_path / "without")
     ]
 
-    # A resumed run has the answers of each step once, and ends with the same weights.
+    # A resumed run has the answers of each step once, and ends with the same weights. An answer may hold a line
+    # separator, which JSON leaves as it is.
     answers = read_answers(tmp_path / "with")
     assert [answer["step"] for answer in answers] == [2, 2, 2, 4, 4, 4]
+    answers[0]["answer"] = "a\u2028b"
+    lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
+    (tmp_path / "with" / "answers.jsonl").write_text("".join(lines), encoding="utf-8")
     checkpoint = tmp_path / "with" / "checkpoint-2"
     run(tmp_path, **fields, eval_answers=3, output_dir=str(tmp_path / "with"), resume_from_checkpoint=str(checkpoint))
     assert read_answers(tmp_path / "with") == answers

@@ -88,9 +88,10 @@ class HeldOutAnswers(TrainerCallback):
         if not state.is_world_process_zero or not self._path.exists():
             return
         kept_lines = []
-        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if json.loads(line)["step"] <= state.global_step and state.global_step > 0:
-                kept_lines.append(line)
+        with self._path.open(encoding="utf-8") as file:  # `splitlines` would split inside of answers, too, at U+2028
+            for line in file:
+                if json.loads(line)["step"] <= state.global_step and state.global_step > 0:
+                    kept_lines.append(line)
         write_whole(self._path, "".join(kept_lines))
 
     @override

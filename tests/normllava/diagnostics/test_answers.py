@@ -100,6 +100,18 @@ def test_prompts_of_one_length_each_get_their_own_likeliest_answer(
     assert len(set(alone)) > 1  # otherwise one prompt could be taken for another
 
 
+def test_answers_of_a_model_that_overflows_are_not_scored(
+    make_model_folder: Callable[..., Path], picture: Image.Image
+) -> None:
+    """Every comparison with NaN is false, so the first answer of the list would be the likeliest."""
+    model = NormLlavaForConditionalGeneration.from_pretrained(make_model_folder()).eval()
+    processor = AutoProcessor.from_pretrained(make_model_folder())
+    with torch.no_grad():
+        model.lm_head.weight *= torch.inf
+    with pytest.raises(DiagnosticsError, match=r"overflows in torch.float32, so answers can't be scored"):
+        read_prompt(model, encode_prompts(processor, [make_prompt("Why?", picture)]))
+
+
 def test_prompts_of_different_lengths_are_not_read_together(
     make_model_folder: Callable[..., Path], picture: Image.Image
 ) -> None:

@@ -377,6 +377,14 @@ def test_the_page_shows_the_first_and_the_last_answers_of_a_run(tmp_path: Path) 
     ]
 
 
+def test_an_answer_may_hold_a_line_separator(tmp_path: Path) -> None:
+    """JSON leaves U+2028 as it is, and `str.splitlines` would split there."""
+    answer = {"step": 1, "row": 0, "question": "a", "expected": "b", "answer": "c\u2028d"}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
+    (read,) = read_training_answers(tmp_path)
+    assert read.last == "c\u2028d"
+
+
 def test_half_a_line_of_answers_is_named(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text(
         '{"step": 1, "row": 0, "question": "", "expected": "", "answer": ""}\n{"st'

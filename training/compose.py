@@ -463,7 +463,7 @@ def describe_model(
 # What is known of the arms, for the command's help and for the error if none is chosen; docs/method.md says more.
 WHICH_NORM = """\
 Points of right names gained over plain Llava in the only study so far (a decoder of 135M, drawings, half of the
-recipe's steps; plain Llava's image tokens entered at nearly 4 times the norm of text):
+recipe's steps; plain Llava's image tokens entered at 3.6 times the norm of text):
 
   --projector_norm none --scale_projector   scaled once to the text's norm: 6.6 (4.2 to 9.0)
   --projector_norm gwc                      the paper's LayerNorm: 3.7 (1.6 to 5.8)

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from normllava.parts import PROJECTORS, find_decoder, find_encoder, find_projector, find_projector_norm
+from normllava.parts import (
+    PROJECTORS,
+    find_decoder,
+    find_encoder,
+    find_projector,
+    find_projector_norm,
+    layer_input,
+)
 
 
 class InterfaceHooks(ExitStack):
@@ -107,8 +114,7 @@ class InterfaceHooks(ExitStack):
         """Call the function at `"decoder"`."""
 
         def pass_and_replace_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            replacement = self._on_place("decoder", hidden_states)
+            replacement = self._on_place("decoder", layer_input(args, kwargs))
             if replacement is None:
                 return None  # the layer gets its input unchanged
             if args:

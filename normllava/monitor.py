@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from normllava.errors import UserError
 from normllava.norms import token_norms
-from normllava.parts import find_decoder, require_one_state_per_token
+from normllava.parts import find_decoder, layer_input
 from normllava.tokens import Inputs, Tokens, classify, token_ids
 
 
@@ -129,9 +129,7 @@ class NormMonitor:
 
     def _keep_input(self, layer: nn.Module, args: Any, kwargs: Inputs) -> None:
         if self._tokens is not None:
-            # Decoders pass hidden states by position or by name.
-            self._layer_input = args[0] if args else kwargs["hidden_states"]
-            require_one_state_per_token(self._layer_input)
+            self._layer_input = layer_input(args, kwargs)
 
     @torch.no_grad()
     def _add(self, layer: nn.Module, args: Any, output: Any) -> None:

@@ -113,17 +113,23 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
-def require_one_state_per_token(states: torch.Tensor) -> None:
-    """Refuse a decoder whose layers take several hidden states for each token, as Gemma 3n's take four.
+def layer_input(args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states that one of the decoder's layers gets, `(batch_size, sequence_length, hidden_size)`.
+
+    Args:
+        args: The positional arguments of the layer's `forward`. Decoders pass hidden states by position or by name.
+        kwargs: Its other arguments.
 
     Raises:
-        DiagnosticsError: if `states`, the input of a layer, isn't `(batch_size, sequence_length, hidden_size)`.
+        DiagnosticsError: if the layer takes several hidden states for each token, as Gemma 3n's take four.
     """
-    if states.ndim != 3:
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    if hidden_states.ndim != 3:
         raise DiagnosticsError(
-            f"The decoder's first layer takes a tensor of shape {tuple(states.shape)}, not one hidden state for each "
+            f"The decoder's layers take a tensor of shape {tuple(hidden_states.shape)}, not one hidden state for each "
             "token: such a decoder isn't measured."
         )
+    return hidden_states
 
 
 def outermost_module(modules: Sequence[tuple[str, nn.Module]]) -> nn.Module | None:

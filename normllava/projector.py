@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from normllava.errors import UserError
 from normllava.inputs import eval_mode, load_processor, noise_pictures, prepare_picture
 from normllava.norms import input_scale, text_norm_target, token_norms, vocabulary_norms
-from normllava.parts import find_decoder, require_one_state_per_token
+from normllava.parts import find_decoder, layer_input
 from normllava.tokens import Inputs, Tokens, classify_sample, exclude_newlines, token_ids
 
 
@@ -150,9 +150,7 @@ def measure_embeddings(model: PreTrainedModel, inputs: Inputs) -> _Embeddings:
     states: list[torch.Tensor] = []
 
     def keep_input(module: nn.Module, args: Any, kwargs: Inputs) -> None:
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        require_one_state_per_token(hidden_states)
-        states.append(hidden_states)
+        states.append(layer_input(args, kwargs))
         raise _FirstLayerReached
 
     with find_decoder(model).layers[0].register_forward_pre_hook(keep_input, with_kwargs=True):

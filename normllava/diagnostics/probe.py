@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from normllava.diagnostics.attention_call import AttentionCalls
 from normllava.hooks import InterfaceHooks
 from normllava.norms import token_norms
-from normllava.parts import DiagnosticsError, find_decoder, image_token_id
+from normllava.parts import DiagnosticsError, find_decoder, image_token_id, layer_input
 from normllava.tokens import Inputs, Tokens, exclude_newlines, find_sinks
 
 
@@ -191,7 +191,7 @@ class Probe:
     @torch.no_grad()
     def _record_layer(self, number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook of layer `number` of the decoder: records how the layer changes each token."""
-        before = args[0] if args else kwargs["hidden_states"]
+        before = layer_input(args, kwargs)
         after = output if isinstance(output, torch.Tensor) else output[0]
         # Where a model is spread over devices, a layer may get its input from another device.
         sample_before = before[0].to(after.device, torch.float32)  # [S, hidden_size]

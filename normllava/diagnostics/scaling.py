@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedModel
 
 from normllava.hooks import InterfaceHooks
-from normllava.parts import require_one_state_per_token
 
 
 # A sweep measures a model with its image tokens multiplied by several factors, which are called doses. The first dose
@@ -35,7 +34,6 @@ def scaled(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -
         """The decoder's input with scaled image tokens; `None` to leave the tensor at this place as it is."""
         if place != "decoder" or scale == 1:
             return None
-        require_one_state_per_token(states)
         num_tokens = states.shape[1]
         if num_tokens != len(mask):  # not a pass over this sample
             return None

@@ -157,5 +157,5 @@ def test_a_decoder_with_several_states_for_each_token_is_refused(measure: Callab
         return (args[0].expand(4, *args[0].shape), *args[1:]), kwargs
 
     find_decoder(model).layers[0].register_forward_pre_hook(stack_four, with_kwargs=True)
-    with pytest.raises(DiagnosticsError, match=r"takes a tensor of shape \(4, 1, .*, not one hidden state for"):
+    with pytest.raises(DiagnosticsError, match=r"take a tensor of shape \(4, 1, .*, not one hidden state for"):
         measure(model)

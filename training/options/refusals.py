@@ -362,11 +362,11 @@ def check_sharding(args: TrainingConfig) -> None:
     is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if is_sharded:
         check_sharded_optimizer(args)
-    if is_sharded and args.save_strategy == "best":
-        raise UserError(
-            "save_strategy 'best' keeps a checkpoint, which under FSDP2 holds shards that no model loads: take "
-            "'steps' or 'epoch', and the model at the run's end."
-        )
+        if args.save_strategy == "best":
+            raise UserError(
+                "save_strategy 'best' keeps a checkpoint, which under FSDP2 holds shards that no model loads: take "
+                "'steps' or 'epoch', and the model at the run's end."
+            )
 
     version = os.environ.get("FSDP_VERSION", "2")
     state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")

@@ -61,7 +61,7 @@ def read_rows(
         (entry,) = entries  # check_arguments has refused `datasets` with a stream
         stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
         fingerprint = stream_fingerprint(entry.path, entry.name, entry.split)
-        return stream, fingerprint, [describe_stream(entry, fingerprint)]
+        return stream, fingerprint, [describe_source(entry, fingerprint)]
 
     mixture = []
     sources = []
@@ -69,15 +69,10 @@ def read_rows(
         checked_rows = check_rows(run_args, args, row_tokenizer, entry, BAD_ROWS_FILE)
         # Each source has its own seed, for the random sample of its rows.
         drawn_rows = draw_rows(checked_rows.good_rows, entry, seed=data_seed(args) + index)
-        logger.info(
-            "%s: %d rows, %d good, %d an epoch",
-            entry.path,
-            checked_rows.num_rows,
-            len(checked_rows.good_rows),
-            len(drawn_rows),
-        )
+        counts = (checked_rows.num_rows, len(checked_rows.good_rows), len(drawn_rows))
+        logger.info("%s: %d rows, %d good, %d an epoch", entry.path, *counts)
         mixture.append(drawn_rows)
-        sources.append(describe_source(entry, checked_rows, len(drawn_rows)))
+        sources.append(describe_source(entry, checked_rows.fingerprint, *counts))
     return concatenate_datasets(mixture), mixture_fingerprint(sources), sources
 
 
@@ -164,32 +159,23 @@ def check_rows(
     return CheckedRows(num_rows=len(rows), good_rows=good_rows, fingerprint=fingerprint)
 
 
-def describe_source(entry: SourceArguments, checked_rows: CheckedRows, num_drawn: int) -> SourceRecord:
-    """The record of a source from which an epoch takes `num_drawn` rows."""
+def describe_source(
+    entry: SourceArguments,
+    fingerprint: str,
+    num_rows: int | None = None,
+    num_good: int | None = None,
+    num_drawn: int | None = None,
+) -> SourceRecord:
+    """The record of a source. Its rows, those that are good, and those of an epoch aren't counted for a stream."""
     return SourceRecord(
         path=entry.path,
         name=entry.name,
         split=entry.split,
         is_local=find_source(entry.path).is_local,
-        rows=checked_rows.num_rows,
-        good_rows=len(checked_rows.good_rows),
+        rows=num_rows,
+        good_rows=num_good,
         weight=entry.weight,
         drawn=num_drawn,
-        fingerprint=checked_rows.fingerprint,
-    )
-
-
-def describe_stream(entry: SourceArguments, fingerprint: str) -> SourceRecord:
-    """The record of a source that is streamed."""
-    return SourceRecord(
-        path=entry.path,
-        name=entry.name,
-        split=entry.split,
-        is_local=find_source(entry.path).is_local,
-        rows=None,
-        good_rows=None,
-        weight=entry.weight,
-        drawn=None,
         fingerprint=fingerprint,
     )
 

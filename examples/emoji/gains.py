@@ -1,9 +1,9 @@
-"""Draws README's figure, the result of the first study in docs/findings.md, from the records in trial.jsonl.
+"""Draws how many more drawings each arm names right than its controls, which are plain Llavas, in both studies.
 
     python -m examples.emoji.gains
 
-An arm is one way to make and train the model. The models were asked to name drawings. gains.png shows how many more
-names are right in each arm than in its controls, which are plain Llavas.
+An arm is one way to make and train the model. gains.png, README's figure, is of the first study in docs/findings.md,
+from trial.jsonl. study/gains.png is of the study in docs/study.md, once that has ended, from study/records.jsonl.
 
 In the arms' names, T is the mean norm of text embeddings, and GWC (global weight compensation) is the kind of
 LayerNorm that the paper (The Unseen Bias) puts behind the projector. "No norm" says that there is no such LayerNorm.
@@ -11,6 +11,7 @@ LayerNorm that the paper (The Unseen Bias) puts behind the projector. "No norm" 
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -18,11 +19,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
+from examples.emoji.study import records as study_records
+from examples.emoji.study.analysis import compare_arms, groups_to_test, tabulate_scores
+from examples.emoji.study.cells import Arm, has_ended, runs_that_count
 from normllava.diagnostics.plots import FAINT, INK, MODEL_STYLES, save_figure, styled
 
 
 RECORDS = Path(__file__).with_name("trial.jsonl")
 GAINS = Path(__file__).with_name("gains.png")
+STUDY_GAINS = study_records.RECORDS.with_name("gains.png")
 CONTROL = "no norm"  # the arm of the controls, as the records name it
 # The other arms: their names in the records, and their titles on the figures. "Started at T" means that the projector
 # was scaled once.
@@ -31,6 +36,22 @@ ARMS = {
     "GWC at T": "LayerNorm at T",
     "GWC at 30 T": "LayerNorm, held at 30 T",
 }
+
+
+@dataclass(frozen=True)
+class Gain:
+    """An arm's mean gain over plain Llava in percentage points, with its 95% interval and how to show it."""
+
+    title: str
+    colour: str
+    mean: float
+    low: float
+    high: float
+    num_pairs: int
+
+    def __str__(self) -> str:
+        label = f"{self.title}: {self.mean:+.1f} ({self.low:.1f} to {self.high:.1f}), {self.num_pairs} pairs"
+        return label.replace("-", "−")  # true minus signs before numbers; the titles have no hyphens
 
 
 def differences(runs: pd.DataFrame, arm: str, control: str, pair_by: Sequence[str]) -> pd.Series:
@@ -67,31 +88,49 @@ def read_runs(path: Path = RECORDS) -> pd.DataFrame:
     return runs.dropna(subset="score")  # other runs only searched for a learning rate
 
 
-@styled
-def draw_gains(runs: pd.DataFrame) -> Figure:
-    """Draw the mean gain of each arm over its controls, with a 95% interval.
+def measure_gains(runs: pd.DataFrame) -> list[Gain]:
+    """The gain of each arm over its controls, which have the same seeds and ran on the same kind of machine."""
+    gains = []
+    for (arm, title), style in zip(ARMS.items(), MODEL_STYLES[1:], strict=True):
+        by_pair = differences(runs, arm, CONTROL, ["seed", "processor"])
+        gains.append(Gain(title, style["color"], *t_interval(by_pair), len(by_pair)))
+    return gains
 
-    A run and its control have the same seed, and ran on the same kind of CPU or GPU. The figure is as wide as a
-    telephone's screen, so that its text can be read there.
+
+def measure_study_gains(scores: pd.DataFrame) -> list[Gain]:
+    """The gain of each arm in the study of docs/study.md: over both rates, or for each rate if arm and rate interact.
+
+    Args:
+        scores: The study's runs, as `tabulate_scores` returns them.
     """
-    figure, axis = plt.subplots(figsize=(3.9, 2.4), layout="constrained")
+    gains = []
+    for group_title, group in groups_to_test(scores).items():
+        comparison = compare_arms(group)
+        for arm, style in zip([Arm.SCALED, Arm.LAYER_NORM], MODEL_STYLES[1:], strict=False):
+            gain = comparison.pair(arm, Arm.NOTHING)
+            title = f"{arm}, {group_title}"
+            gains.append(Gain(title, style["color"], gain.estimate, gain.low, gain.high, group["seed"].nunique()))
+    return gains
+
+
+@styled
+def draw_gains(gains: Sequence[Gain]) -> Figure:
+    """Draw gains with their 95% intervals, one below the other.
+
+    The figure is as wide as a telephone's screen, so that its text can be read there.
+    """
+    figure, axis = plt.subplots(figsize=(3.9, 0.6 + 0.6 * len(gains)), layout="constrained")
     axis.axvline(0, color=FAINT, linewidth=0.8)
-    # The arms' heights count downwards from 0, so in `ylim` (bottom, top) the bottom is the larger number. There is
-    # some room above the first arm's label and below the last interval.
-    axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
+    # The gains' heights count downwards from 0, so in `ylim` (bottom, top) the bottom is the larger number. There is
+    # some room above the first label and below the last interval.
+    axis.set(yticks=[], ylim=(len(gains) - 0.6, -0.75))
 
-    for height, (arm, title) in enumerate(ARMS.items()):
-        colour = MODEL_STYLES[height + 1]["color"]
-        gains = differences(runs, arm, CONTROL, ["seed", "processor"])
-        mean, low, high = t_interval(gains)
+    for height, gain in enumerate(gains):
+        axis.plot([gain.low, gain.high], [height, height], color=gain.colour, linewidth=3, solid_capstyle="butt")
+        axis.plot(gain.mean, height, "o", color=gain.colour, markersize=7, markeredgecolor=INK, markeredgewidth=0.6)
 
-        axis.plot([low, high], [height, height], color=colour, linewidth=3, solid_capstyle="butt")
-        axis.plot(mean, height, color=colour, marker="o", markersize=7, markeredgecolor=INK, markeredgewidth=0.6)
-
-        label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(gains)} pairs"
-        label = label.replace("-", "−")  # true minus signs before numbers; the titles have no hyphens
         # The label begins at the left edge (0), a little above the interval (-0.3).
-        text = axis.annotate(label, (0, height - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
+        text = axis.annotate(str(gain), (0, height - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # hides the line at 0 behind the text
         text.set_in_layout(False)  # otherwise a long text would make the axis narrower
 
@@ -107,9 +146,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the figure."""
+    """Draw the figures."""
     build_parser().parse_args(argv)
-    save_figure(draw_gains(read_runs()), GAINS)
+    study_log = study_records.read_log(study_records.RECORDS)
+    if has_ended(study_log):
+        study_scores = tabulate_scores(runs_that_count(study_log.runs))
+        save_figure(draw_gains(measure_study_gains(study_scores)), STUDY_GAINS)
+    save_figure(draw_gains(measure_gains(read_runs())), GAINS)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from examples.emoji.gains import (
     RECORDS,
     differences,
     draw_gains,
+    measure_gains,
     read_runs,
     t_interval,
 )
@@ -69,7 +70,7 @@ def test_gains_are_those_counted_in_the_records() -> None:
 
 
 def test_the_figure_shows_each_gain_with_its_interval() -> None:
-    (axis,) = draw_gains(read_runs()).axes
+    (axis,) = draw_gains(measure_gains(read_runs())).axes
     labels = [text.get_text() for text in axis.texts]
     assert labels == [
         "scaled once, no norm: +6.6 (4.2 to 9.0), 8 pairs",

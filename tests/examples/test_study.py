@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from examples.emoji.gains import measure_study_gains
 from examples.emoji.study import __main__ as study
 from examples.emoji.study.analysis import Comparison, compare_arms, compare_by_seed, interaction_p, tabulate_scores
 from examples.emoji.study.cells import (
@@ -188,6 +189,39 @@ def test_no_pair_is_clear_if_the_f_test_is_not() -> None:
     assert comparison.verdict(clear_pair) == "ahead"
     unclear = Comparison(arms_p=0.06, pairs=comparison.pairs)
     assert unclear.verdict(clear_pair) == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("more_at_slow_rate", "titles"),
+    [
+        (0.0, ["scaled once, both rates", "LayerNorm at T, both rates"]),
+        (
+            10.0,
+            [
+                "scaled once, rate 0.0002",
+                "LayerNorm at T, rate 0.0002",
+                "scaled once, rate 5e-05",
+                "LayerNorm at T, rate 5e-05",
+            ],
+        ),
+    ],
+)
+def test_the_studys_gains_are_told_apart_by_rate_only_if_rates_change_them(
+    more_at_slow_rate: float, titles: list[str]
+) -> None:
+    runs = []
+    for seed in (101, 109, 102, 110):
+        for arm in Arm:
+            noise = (7 * seed + 3 * len(arm)) % 5 / 10
+            more = more_at_slow_rate if seed >= 109 and arm is Arm.SCALED else 0.0
+            runs.append(make_record(arm, seed, MEANS[arm] + more + noise))
+    gains = measure_study_gains(tabulate_scores(runs))
+    assert [gain.title for gain in gains] == titles
+
+    # In `MEANS` scaled once is 6 points above nothing and the LayerNorm 3, and the noise is at most 0.4.
+    expected = [6.0, 3.0] if more_at_slow_rate == 0 else [6.0, 3.0, 16.0, 3.0]
+    assert [gain.mean for gain in gains] == pytest.approx(expected, abs=0.4)
+    assert all(gain.low < gain.mean < gain.high for gain in gains)
 
 
 def test_a_failed_run_counts_with_no_right_name() -> None:

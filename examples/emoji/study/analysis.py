@@ -190,6 +190,13 @@ def tabulate_secondary(records: Sequence[Record]) -> pd.DataFrame:
     return means.loc[list(Arm)].T
 
 
+def groups_to_test(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The runs that are tested together, by a title: all of them, or those of each rate if arm and rate interact."""
+    if interaction_p(scores) >= LEVEL:
+        return {"both rates": scores}
+    return {f"rate {rate:g}": group for rate, group in scores.groupby("rate", sort=False)}
+
+
 def describe_comparison(title: str, scores: pd.DataFrame) -> list[str]:
     """The lines of the tests on some seeds."""
     comparison = compare_arms(scores)
@@ -216,13 +223,9 @@ def report(records: Sequence[Record]) -> str:
         "",
     ]
 
-    rates_p = interaction_p(scores)
-    lines.append(f"Arm x rate: p {rates_p:.4f}")
-    groups = {"Both rates": scores}
-    if rates_p < LEVEL:  # nothing is said of both together
-        groups = {f"Rate {rate:g}": group for rate, group in scores.groupby("rate", sort=False)}
-    for title, group in groups.items():
-        lines += describe_comparison(title, group)
+    lines.append(f"Arm x rate: p {interaction_p(scores):.4f}")
+    for title, group in groups_to_test(scores).items():
+        lines += describe_comparison(title.capitalize(), group)
         lines.append("  Each seed's difference, t over seeds:")
         lines += [f"    {pair}" for pair in compare_by_seed(group)]
     return "\n".join(lines)

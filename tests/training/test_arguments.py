@@ -321,11 +321,19 @@ def assert_arithmetic(args: TrainingConfig, bf16: bool) -> None:
     assert args.mixed_precision == precision_of_accelerate
 
 
-@pytest.mark.parametrize(("capability", "is_fast"), [("amx_bf16", True), ("avx512_bf16", True), ("avx512_f", False)])
+@pytest.mark.parametrize(
+    ("capabilities", "is_fast"),
+    [
+        pytest.param(["avx512_f"], False, id="no bfloat16"),
+        pytest.param(["avx512_f", "avx512_bf16"], True, id="AMD Zen 5"),
+        pytest.param(["avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16"], True, id="Intel Xeon"),
+        pytest.param(["avx512_f", "avx512_bf16", "avx512_fp16"], False, id="Intel Xeon whose AMX is hidden"),
+    ],
+)
 def test_a_cpu_that_is_fast_at_bfloat16_computes_in_bfloat16_unless_told_otherwise(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capability: str, is_fast: bool
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capabilities: list[str], is_fast: bool
 ) -> None:
-    set_capabilities(monkeypatch, **{capability: True})
+    set_capabilities(monkeypatch, **dict.fromkeys(capabilities, True))
     without_bf16 = change_recipe(recipe, bf16=None)
     _, args = parse_arguments(without_bf16)
     assert_arithmetic(args, bf16=is_fast)

@@ -40,7 +40,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Gain:
-    """An arm's mean gain over plain Llava in percentage points, with its 95% interval and how to show it."""
+    """A line of a figure: an arm's mean gain over plain Llava in percentage points, with its 95% interval."""
 
     title: str
     colour: str

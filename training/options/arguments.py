@@ -203,9 +203,9 @@ def read_resume(given: str | bool | None) -> str | bool | None:
 
 
 def is_cpu_fast_at_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 numbers faster than float32 ones: with AMX, or AMD's with AVX-512.
+    """Whether the CPU multiplies bfloat16 matrices faster than float32 ones, by AMX or by AVX-512.
 
-    Intel's CPUs with `avx512_fp16` have AMX, which some clouds hide. Without it bfloat16 takes twice float32's time.
+    Intel's CPUs with `avx512_fp16` have AMX, but some clouds hide it. By AVX-512 they take twice float32's time.
     """
     if not hasattr(torch.cpu, "get_capabilities"):  # an older version of torch
         return False

@@ -1,9 +1,10 @@
-"""Draws how many more drawings each arm names right than its controls, which are plain Llavas, in both studies.
+"""Draws how many more drawings each arm names right than its controls, which are plain Llavas.
 
     python -m examples.emoji.gains
 
-An arm is one way to make and train the model. gains.png, README's figure, is of the first study in docs/findings.md,
-from trial.jsonl. study/gains.png is of the study in docs/study.md, once that has ended, from study/records.jsonl.
+An arm is one way to make and train the model. The figure, gains.png, shows two studies: that of docs/study.md with the
+whole recipe's steps, from study/records.jsonl, and the first one in docs/findings.md with half of them, from
+trial.jsonl.
 
 In the arms' names, T is the mean norm of text embeddings, and GWC (global weight compensation) is the kind of
 LayerNorm that the paper (The Unseen Bias) puts behind the projector. "No norm" says that there is no such LayerNorm.
@@ -19,28 +20,26 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from examples.emoji.study import records as study_records
-from examples.emoji.study.analysis import compare_arms, groups_to_test, tabulate_scores
-from examples.emoji.study.cells import Arm, has_ended, runs_that_count
+from examples.emoji.study.analysis import compare_arms, tabulate_scores
+from examples.emoji.study.records import Arm, read_study
 from normllava.diagnostics.plots import FAINT, INK, MODEL_STYLES, save_figure, styled
 
 
 RECORDS = Path(__file__).with_name("trial.jsonl")
 GAINS = Path(__file__).with_name("gains.png")
-STUDY_GAINS = study_records.RECORDS.with_name("gains.png")
 CONTROL = "no norm"  # the arm of the controls, as the records name it
-# The other arms: their names in the records, and their titles on the figures. "Started at T" means that the projector
+# The other arms: their names in the records, and their titles on the figure. "Started at T" means that the projector
 # was scaled once.
 ARMS = {
-    "started at T, no norm": "scaled once, no norm",
-    "GWC at T": "LayerNorm at T",
-    "GWC at 30 T": "LayerNorm, held at 30 T",
+    "started at T, no norm": "scaled once, half the steps",
+    "GWC at T": "LayerNorm, half the steps",
+    "GWC at 30 T": "held at 30 T, half the steps",
 }
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A line of a figure: an arm's mean gain over plain Llava in percentage points, with its 95% interval."""
+    """A line of the figure: an arm's mean gain over plain Llava in percentage points, with its 95% interval."""
 
     title: str
     colour: str
@@ -89,7 +88,7 @@ def read_runs(path: Path = RECORDS) -> pd.DataFrame:
 
 
 def measure_gains(runs: pd.DataFrame) -> list[Gain]:
-    """The gain of each arm over its controls, which have the same seeds and ran on the same kind of machine."""
+    """The gain of each arm of the first study over its controls, of the same seeds on the same kind of machine."""
     gains = []
     for (arm, title), style in zip(ARMS.items(), MODEL_STYLES[1:], strict=True):
         by_pair = differences(runs, arm, CONTROL, ["seed", "processor"])
@@ -98,18 +97,19 @@ def measure_gains(runs: pd.DataFrame) -> list[Gain]:
 
 
 def measure_study_gains(scores: pd.DataFrame) -> list[Gain]:
-    """The gain of each arm in the study of docs/study.md: over both rates, or for each rate if arm and rate interact.
+    """The gain of each arm in the study of docs/study.md, over both learning rates.
 
     Args:
         scores: The study's runs, as `tabulate_scores` returns them.
     """
+    comparison = compare_arms(scores)
+    num_pairs = scores["seed"].nunique()
+    titles = {Arm.SCALED: "scaled once, all steps", Arm.LAYER_NORM: "LayerNorm, all steps"}
+
     gains = []
-    for group_title, group in groups_to_test(scores).items():
-        comparison = compare_arms(group)
-        for arm, style in zip([Arm.SCALED, Arm.LAYER_NORM], MODEL_STYLES[1:], strict=False):
-            gain = comparison.pair(arm, Arm.NOTHING)
-            title = f"{arm}, {group_title}"
-            gains.append(Gain(title, style["color"], gain.estimate, gain.low, gain.high, group["seed"].nunique()))
+    for (arm, title), style in zip(titles.items(), MODEL_STYLES[1:], strict=False):  # the last style is that of 30 T
+        gain = comparison.pair(arm, Arm.NOTHING)
+        gains.append(Gain(title, style["color"], gain.estimate, gain.low, gain.high, num_pairs))
     return gains
 
 
@@ -146,13 +146,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the figures."""
+    """Draw the figure."""
     build_parser().parse_args(argv)
-    study_log = study_records.read_log(study_records.RECORDS)
-    if has_ended(study_log):
-        study_scores = tabulate_scores(runs_that_count(study_log.runs))
-        save_figure(draw_gains(measure_study_gains(study_scores)), STUDY_GAINS)
-    save_figure(draw_gains(measure_gains(read_runs())), GAINS)
+    study_gains = measure_study_gains(tabulate_scores(read_study().runs))
+    save_figure(draw_gains([*study_gains, *measure_gains(read_runs())]), GAINS)
 
 
 if __name__ == "__main__":

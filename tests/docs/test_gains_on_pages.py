@@ -6,7 +6,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from examples.emoji.gains import ARMS, CONTROL, differences, read_runs, t_interval
+from examples.emoji.gains import ARMS, CONTROL, differences, measure_study_gains, read_runs, t_interval
+from examples.emoji.study.analysis import PAIRS, compare_arms, tabulate_means, tabulate_scores
+from examples.emoji.study.records import Arm, read_study
 from training.compose import WHICH_NORM
 
 
@@ -25,16 +27,15 @@ DIGIT_COMPARISONS = [
 ]
 
 
-def as_written(gains: pd.Series) -> str:
-    """The mean gain and its interval, as pages write them: "−18.1 (−24.4 to −11.7)"."""
-    mean, low, high = t_interval(gains)
+def as_written(mean: float, low: float, high: float) -> str:
+    """A mean gain and its interval, as pages write them: "−18.1 (−24.4 to −11.7)"."""
     with_hyphens = f"{mean:.1f} ({low:.1f} to {high:.1f})"
     return with_hyphens.replace("-", "−")  # pages have minus signs instead of hyphens
 
 
 @pytest.fixture(scope="module")
 def emoji_gains() -> list[str]:
-    """The gain of each arm of the emoji example, as pages write gains.
+    """The gain of each arm of the first study, as pages write gains.
 
     A run is compared with a run of the control arm that has the same seed and the same CPU or GPU ("processor").
     """
@@ -42,8 +43,20 @@ def emoji_gains() -> list[str]:
     written = []
     for arm in ARMS:
         gains = differences(runs, arm, CONTROL, pair_by=["seed", "processor"])
-        written.append(as_written(gains))
+        written.append(as_written(*t_interval(gains)))
     return written
+
+
+@pytest.fixture(scope="module")
+def study_scores() -> pd.DataFrame:
+    """The scores of the study of all steps."""
+    return tabulate_scores(read_study().runs)
+
+
+@pytest.fixture(scope="module")
+def study_gains(study_scores: pd.DataFrame) -> list[str]:
+    """The gain of each arm of the study of all steps, as pages write gains."""
+    return [as_written(gain.mean, gain.low, gain.high) for gain in measure_study_gains(study_scores)]
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +69,45 @@ def digit_gains() -> list[str]:
     for decoder, arm, variant in DIGIT_COMPARISONS:
         compared_runs = runs[(runs["decoder"] == decoder) & (runs["variant"] == variant)]
         gains = differences(compared_runs, arm, "none", pair_by=["seed"])
-        written.append(as_written(gains))
+        written.append(as_written(*t_interval(gains)))
     return written
 
 
-def test_the_readme_gives_the_gains_of_the_records(emoji_gains: list[str]) -> None:
+def test_the_readme_gives_the_gains_of_the_records(emoji_gains: list[str], study_gains: list[str]) -> None:
     # The gains are in the alternative text of the chart.
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (alternative_text,) = re.findall(r"^!\[(.*)\]\(examples/emoji/gains\.png\)$", text, re.MULTILINE)
-    missing = [gain for gain in emoji_gains if gain not in alternative_text]
+    missing = [gain for gain in [*study_gains, *emoji_gains] if gain not in alternative_text]
     assert missing == []
 
 
-def test_method_and_the_help_of_compose_give_the_gains_of_the_records(emoji_gains: list[str]) -> None:
+def test_method_and_the_help_of_compose_give_the_gains_of_the_records(
+    emoji_gains: list[str], study_gains: list[str]
+) -> None:
     scaled_once, norm, _ = emoji_gains
     method = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
     box = method.split("## Nothing, scale once, or a norm?")[1].split("\n## ")[0]
     for text in (box, WHICH_NORM):
-        assert scaled_once in text
-        assert norm in text
+        missing = [gain for gain in [*study_gains, scaled_once, norm] if gain not in text]
+        assert missing == []
+
+
+def test_the_findings_give_the_studys_means_and_differences(study_scores: pd.DataFrame) -> None:
+    text = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    section = text.split("### All steps")[1].split("### Half the steps")[0]
+    written = dict(re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE))  # a row by its first cell
+
+    pages_names = {Arm.NOTHING: "plain", Arm.SCALED: "scaled once", Arm.LAYER_NORM: "LayerNorm at T"}
+    means = tabulate_means(study_scores)
+    for arm, name in pages_names.items():
+        all_seeds_and_each_rate = means.loc[arm].iloc[:3]
+        assert written[name].split(" | ") == list(all_seeds_and_each_rate)
+
+    comparison = compare_arms(study_scores)
+    for arm, other in PAIRS:
+        pair = comparison.pair(arm, other)
+        cells = [as_written(pair.estimate, pair.low, pair.high), f"{pair.p:.2f}", comparison.verdict(pair)]
+        assert written[f"{pages_names[arm]} less {pages_names[other]}"].split(" | ") == cells
 
 
 def test_the_findings_give_the_gains_of_the_records(emoji_gains: list[str], digit_gains: list[str]) -> None:

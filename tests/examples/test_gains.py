@@ -73,9 +73,9 @@ def test_the_figure_shows_each_gain_with_its_interval() -> None:
     (axis,) = draw_gains(measure_gains(read_runs())).axes
     labels = [text.get_text() for text in axis.texts]
     assert labels == [
-        "scaled once, no norm: +6.6 (4.2 to 9.0), 8 pairs",
-        "LayerNorm at T: +3.7 (1.6 to 5.8), 16 pairs",
-        "LayerNorm, held at 30 T: −18.1 (−24.4 to −11.7), 9 pairs",
+        "scaled once, half the steps: +6.6 (4.2 to 9.0), 8 pairs",
+        "LayerNorm, half the steps: +3.7 (1.6 to 5.8), 16 pairs",
+        "held at 30 T, half the steps: −18.1 (−24.4 to −11.7), 9 pairs",
     ]
 
     def x_values(line: Line2D) -> list[float]:

@@ -1,7 +1,6 @@
-"""The study's plan of runs, its file of records, and its statistics, which are compared with formulas on paper."""
+"""The study's committed records, and its statistics, which are compared with formulas on paper."""
 
-import json
-from pathlib import Path
+import re
 from typing import Any
 
 import numpy as np
@@ -9,33 +8,32 @@ import pytest
 from scipy import stats
 
 from examples.emoji.gains import measure_study_gains
-from examples.emoji.study import __main__ as study
-from examples.emoji.study.analysis import Comparison, compare_arms, compare_by_seed, interaction_p, tabulate_scores
-from examples.emoji.study.cells import (
-    FAST_SEEDS,
-    SLOW_SEEDS,
-    Arm,
-    Log,
-    Machine,
-    Record,
-    all_seeds,
-    dropped_seeds,
-    has_ended,
-    runs_that_count,
-    seeds_left,
-    whole_seeds,
+from examples.emoji.study.__main__ import describe_study
+from examples.emoji.study.analysis import (
+    Comparison,
+    compare_arms,
+    compare_by_seed,
+    interaction_p,
+    tabulate_scores,
 )
-from examples.emoji.study.records import RECORDS, STUDY_COMMIT, read_log
+from examples.emoji.study.records import Arm, Record, Study, read_study
 from examples.emoji.study.scores import percent_right, primary_score
 
 
-CPU = Machine("a CPU", "bfloat16")
-GPU = Machine("a GPU", "bfloat16")
-# The percentage of right names of each arm; a run's seed is added to it in some tests.
+# The seeds of the protocol, by learning rate of the projector.
+SEEDS_BY_RATE = {2e-4: range(101, 109), 5e-5: range(109, 117)}
+ALL_SEEDS = [*SEEDS_BY_RATE[2e-4], *SEEDS_BY_RATE[5e-5]]
+# The percentage of right names of each arm in records that are made up.
 MEANS = {Arm.NOTHING: 30.0, Arm.SCALED: 36.0, Arm.LAYER_NORM: 33.0}
 
 
-def make_record(arm: Arm, seed: int, percent: float = 30.0, machine: Machine = CPU, **fields: Any) -> Record:
+def rate_of(seed: int) -> float:
+    """The projector's learning rate for a seed."""
+    (rate,) = [rate for rate, seeds in SEEDS_BY_RATE.items() if seed in seeds]
+    return rate
+
+
+def make_record(arm: Arm, seed: int, percent: float) -> Record:
     """The record of a run in which this percentage of names is right, for each of the two primary artists."""
     num_right = round(10 * percent)
     right = [["cat", "cat", 1.5]] * num_right
@@ -43,35 +41,58 @@ def make_record(arm: Arm, seed: int, percent: float = 30.0, machine: Machine = C
     return {
         "arm": arm.value,
         "seed": seed,
-        "ended": "2026-11-28T10:00:00+00:00",
-        "commit": STUDY_COMMIT,
-        **machine._asdict(),
-        "failed": False,
-        "data": "rows",  # stands for the fingerprint of the rows that the run was trained on
+        "rates": {"projector": rate_of(seed)},
+        "arithmetic": "bfloat16",
         "minutes": 10.0,
         "answers": {"twemoji": right + wrong, "emojione": right + wrong, "openmoji": [["cat", "dog", -2.0]]},
         "perplexity": 18.0,
-        "losses": [2.0, 1.0],
+        "losses": [2.0] * 29,
+        "layers": {"turning": {"visual": [0.8, 0.1], "text": [0.9, 0.1]}, "attention": [0.3, 0.1]},
         "start": {"norm": 1.0, "names_by_tokens": 20.0},
         "end": {"norm": 2.0, "names_by_tokens": 25.0},
         "gain": None,
         "clipped": {"language_model": 50.0},
-        **fields,
     }
 
 
-def make_seeds(seeds: list[int], machine: Machine = CPU) -> list[Record]:
-    """Whole seeds, each with a run of every arm."""
-    return [make_record(arm, seed, MEANS[arm], machine) for seed in seeds for arm in Arm]
+# The records
 
 
-def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Write a file of records."""
-    path.write_text("\n".join(json.dumps(line) for line in lines))
+def test_the_committed_records_are_those_that_the_protocol_asks_for() -> None:
+    study = read_study()
+    assert study.end
+    assert {run["commit"][:7] for run in study.runs} == {"28e4395"}
+    assert len({run["data"] for run in study.runs}) == 1  # all were trained on the same rows
+    assert not any(run["failed"] for run in study.runs)
+
+    runs_by_seed: dict[int, list[Record]] = {}
+    for run in study.runs:
+        assert run["rates"]["projector"] == rate_of(run["seed"])
+        runs_by_seed.setdefault(run["seed"], []).append(run)
+
+    # Each seed is whole: a run of each arm, all on one kind of processor in one arithmetic.
+    for runs in runs_by_seed.values():
+        assert sorted(run["arm"] for run in runs) == sorted(Arm)
+        assert len({(run["processor"], run["arithmetic"]) for run in runs}) == 1
+
+    for seeds in SEEDS_BY_RATE.values():
+        assert len([seed for seed in seeds if seed in runs_by_seed]) >= 4
 
 
-def make_log(runs: list[Record], crashes: list[Record] | None = None, end: str | None = None) -> Log:
-    return Log(runs, crashes or [], end)
+def test_the_report_gives_the_hours_and_the_end_and_judges_each_pair() -> None:
+    runs = []
+    for seed in (101, 102, 109, 110):
+        for number, arm in enumerate(Arm):
+            noise = (7 * seed + 3 * number) % 5 / 10
+            runs.append(make_record(arm, seed, MEANS[arm] + noise))
+
+    text = describe_study(Study(runs, "no time is left"))
+    assert text.startswith("12 runs, which took 2.0 hours together. The study ended: no time is left\n")
+    # The noise of the two arms differs by 0.05 on average.
+    assert re.search(
+        r"scaled once less LayerNorm at T +2\.95 \(2\.\d+ to 3\.\d+\), p 0\.0000: ahead$", text, re.MULTILINE
+    )
+    assert "Scaled once is as good as the LayerNorm within 2 points." in text
 
 
 # The statistics
@@ -84,7 +105,7 @@ def draw_scores(rng: np.random.Generator, seeds: list[int], effect_at_slow: floa
     means = np.array([MEANS[arm] for arm in arms])
     matrix = means + offsets + rng.normal(0, 2, size=(len(seeds), 3))
     for row, seed in enumerate(seeds):
-        if seed in SLOW_SEEDS:
+        if rate_of(seed) == 5e-5:
             matrix[row, arms.index(Arm.SCALED)] += effect_at_slow
 
     runs = []
@@ -97,7 +118,7 @@ def draw_scores(rng: np.random.Generator, seeds: list[int], effect_at_slow: floa
 
 
 def test_comparisons_of_arms_match_the_formulas_of_a_randomized_block_design() -> None:
-    scores, matrix = draw_scores(np.random.default_rng(0), all_seeds())
+    scores, matrix = draw_scores(np.random.default_rng(0), ALL_SEEDS)
     num_seeds, num_arms = matrix.shape
     comparison = compare_arms(scores)
 
@@ -119,7 +140,7 @@ def test_comparisons_of_arms_match_the_formulas_of_a_randomized_block_design() -
 
 
 def test_a_seed_that_is_better_for_all_arms_changes_no_comparison() -> None:
-    scores, _ = draw_scores(np.random.default_rng(1), all_seeds())
+    scores, _ = draw_scores(np.random.default_rng(1), ALL_SEEDS)
     shifted = scores.assign(score=scores["score"] + 40 * (scores["seed"] == 101))
     for pair, same_pair in zip(compare_arms(scores).pairs, compare_arms(shifted).pairs, strict=True):
         assert pair.estimate == pytest.approx(same_pair.estimate)
@@ -127,8 +148,8 @@ def test_a_seed_that_is_better_for_all_arms_changes_no_comparison() -> None:
 
 
 def test_the_interaction_of_arm_and_rate_matches_the_formulas_of_a_split_plot() -> None:
-    scores, matrix = draw_scores(np.random.default_rng(2), all_seeds(), effect_at_slow=3.0)
-    is_fast = np.array([seed in FAST_SEEDS for seed in all_seeds()])
+    scores, matrix = draw_scores(np.random.default_rng(2), ALL_SEEDS, effect_at_slow=3.0)
+    is_fast = np.array([rate_of(seed) == 2e-4 for seed in ALL_SEEDS])
     fast, slow = matrix[is_fast], matrix[~is_fast]
 
     def interaction_residuals(group: np.ndarray) -> np.ndarray:
@@ -142,7 +163,7 @@ def test_the_interaction_of_arm_and_rate_matches_the_formulas_of_a_split_plot() 
 
 
 def test_each_seeds_difference_is_tested_as_by_a_paired_t_test() -> None:
-    scores, matrix = draw_scores(np.random.default_rng(3), all_seeds())
+    scores, matrix = draw_scores(np.random.default_rng(3), ALL_SEEDS)
     arms = list(Arm)
     (pair,) = [pair for pair in compare_by_seed(scores) if (pair.arm, pair.other) == (Arm.SCALED, Arm.NOTHING)]
     tested = stats.ttest_rel(matrix[:, arms.index(Arm.SCALED)], matrix[:, arms.index(Arm.NOTHING)])
@@ -154,7 +175,7 @@ def compare_made_up(percents: dict[Arm, list[float]]) -> Comparison:
     """The comparison of the first sixteen runs of each arm, which have these percentages of right names."""
     runs = []
     for arm, percents_of_arm in percents.items():
-        for seed, percent in zip(all_seeds(), percents_of_arm, strict=True):
+        for seed, percent in zip(ALL_SEEDS, percents_of_arm, strict=True):
             runs.append(make_record(arm, seed, percent))
     return compare_arms(tabulate_scores(runs))
 
@@ -183,7 +204,7 @@ def test_scaling_is_as_good_only_if_its_interval_is_above_minus_two_and_it_is_ah
 
 def test_no_pair_is_clear_if_the_f_test_is_not() -> None:
     rng = np.random.default_rng(15)
-    scores, _ = draw_scores(rng, all_seeds())
+    scores, _ = draw_scores(rng, ALL_SEEDS)
     comparison = compare_arms(scores)
     clear_pair = comparison.pair(Arm.SCALED, Arm.NOTHING)
     assert comparison.verdict(clear_pair) == "ahead"
@@ -191,46 +212,13 @@ def test_no_pair_is_clear_if_the_f_test_is_not() -> None:
     assert unclear.verdict(clear_pair) == "undecided"
 
 
-@pytest.mark.parametrize(
-    ("more_at_slow_rate", "titles"),
-    [
-        (0.0, ["scaled once, both rates", "LayerNorm at T, both rates"]),
-        (
-            10.0,
-            [
-                "scaled once, rate 0.0002",
-                "LayerNorm at T, rate 0.0002",
-                "scaled once, rate 5e-05",
-                "LayerNorm at T, rate 5e-05",
-            ],
-        ),
-    ],
-)
-def test_the_studys_gains_are_told_apart_by_rate_only_if_rates_change_them(
-    more_at_slow_rate: float, titles: list[str]
-) -> None:
-    runs = []
-    for seed in (101, 109, 102, 110):
-        for arm in Arm:
-            noise = (7 * seed + 3 * len(arm)) % 5 / 10
-            more = more_at_slow_rate if seed >= 109 and arm is Arm.SCALED else 0.0
-            runs.append(make_record(arm, seed, MEANS[arm] + more + noise))
-    gains = measure_study_gains(tabulate_scores(runs))
-    assert [gain.title for gain in gains] == titles
-
-    # In `MEANS` scaled once is 6 points above nothing and the LayerNorm 3, and the noise is at most 0.4.
-    expected = [6.0, 3.0] if more_at_slow_rate == 0 else [6.0, 3.0, 16.0, 3.0]
-    assert [gain.mean for gain in gains] == pytest.approx(expected, abs=0.4)
-    assert all(gain.low < gain.mean < gain.high for gain in gains)
-
-
-def test_a_failed_run_counts_with_no_right_name() -> None:
-    failed = make_record(Arm.SCALED, 101, failed=True)
-    del failed["answers"], failed["end"], failed["perplexity"], failed["gain"]
-    runs = [run for run in make_seeds(all_seeds()) if not (run["arm"] == Arm.SCALED and run["seed"] == 101)]
-    scores = tabulate_scores([*runs, failed])
-    assert scores.query("arm == 'scaled once' and seed == 101")["score"].tolist() == [0]
-    assert "failed runs, %" in study.report([*runs, failed])
+def test_the_studys_gains_are_the_tested_differences_from_nothing() -> None:
+    scores, _ = draw_scores(np.random.default_rng(4), ALL_SEEDS)
+    comparison = compare_arms(scores)
+    for gain, arm in zip(measure_study_gains(scores), [Arm.SCALED, Arm.LAYER_NORM], strict=True):
+        pair = comparison.pair(arm, Arm.NOTHING)
+        assert (gain.mean, gain.low, gain.high) == (pair.estimate, pair.low, pair.high)
+        assert gain.num_pairs == 16
 
 
 def test_a_name_is_right_for_its_drawing_and_for_a_near_copy() -> None:
@@ -239,153 +227,6 @@ def test_a_name_is_right_for_its_drawing_and_for_a_near_copy() -> None:
         "twemoji": [("ram", "ewe", -0.1), ("ewe", "ewe", 1.0), ("cat", "ewe", -1.0), ("dog", "ewe", -2.0)],
         "emojione": [("ewe", "ewe", 1.0), ("cat", "ewe", -1.0), ("dog", "ewe", -1.0), ("fox", "ewe", -1.0)],
     }
-    record = {"answers": answers, "failed": False}
+    record = {"answers": answers}
     assert percent_right(record, "twemoji") == 50
     assert primary_score(record) == (50 + 25) / 2
-
-
-# The end
-
-
-def test_results_are_shown_only_at_the_end() -> None:
-    a_result = "scaled once less LayerNorm at T"
-    runs = make_seeds(all_seeds())
-    progress = study.describe_progress(make_log(runs[:-1]))
-    assert progress.startswith("15 of 16 seeds are whole: 101, 102, 103, 104, 105, 106, 107, 108 at 0.0002; 109, 110")
-    assert progress.endswith("1 seeds are left, each of 3 runs")
-    assert a_result not in progress
-
-    assert a_result in study.describe_progress(make_log(runs))
-
-
-def test_the_study_ends_early_only_by_a_line_and_with_four_seeds_of_each_rate(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    runs = make_seeds([101, 102, 103, 104, 109, 110, 111])
-    write_lines(path, runs)
-    assert not has_ended(read_log(path))
-
-    end = {"study_ended": "no time is left"}
-    write_lines(path, [*runs, end])
-    with pytest.raises(ValueError, match="of the seeds 109 to 116 3 are whole"):
-        read_log(path)
-
-    write_lines(path, [*runs, end, *make_seeds([112])])
-    log = read_log(path)
-    assert has_ended(log)
-    assert "no time is left" in study.describe_progress(log)
-
-
-def test_the_committed_records_can_be_reported() -> None:
-    assert study.describe_progress(read_log(RECORDS))
-
-
-# The plan of runs
-
-
-def test_both_rates_advance_together() -> None:
-    assert all_seeds() == [101, 109, 102, 110, 103, 111, 104, 112, 105, 113, 106, 114, 107, 115, 108, 116]
-
-
-@pytest.mark.parametrize(
-    "other", [pytest.param(GPU, id="processor"), pytest.param(Machine("a CPU", "float32"), id="arithmetic")]
-)
-def test_a_seed_is_whole_only_on_one_processor_in_one_arithmetic(other: Machine) -> None:
-    whole = make_seeds([101])
-    on_two_machines = [make_record(arm, 102, machine=other) for arm in (Arm.NOTHING, Arm.SCALED)]
-    on_two_machines.append(make_record(Arm.LAYER_NORM, 102))
-    log = make_log(whole + on_two_machines)
-    assert whole_seeds(log.runs) == {101: CPU}
-    assert runs_that_count(log.runs) == whole
-    assert 102 in seeds_left(log)
-
-
-def test_a_seed_counts_on_the_machine_that_finished_it_first() -> None:
-    first_of_cpu = [make_record(Arm.NOTHING, 101)]
-    others_of_cpu = [make_record(arm, 101) for arm in (Arm.SCALED, Arm.LAYER_NORM)]
-    runs = first_of_cpu + make_seeds([101], GPU) + others_of_cpu
-    assert whole_seeds(runs) == {101: GPU}
-
-
-def test_a_seed_leaves_with_all_its_arms_after_two_crashes_of_a_run() -> None:
-    crash = {"crashed": 1, "arm": "scaled once", "seed": 101, **CPU._asdict()}
-    crash_of_another_arm = crash | {"arm": "nothing"}
-    twice_in_different_arms = make_log([], [crash, crash_of_another_arm])
-    assert dropped_seeds(twice_in_different_arms) == []
-
-    log = make_log([*make_seeds([109]), make_record(Arm.NOTHING, 101)], [crash, crash | {"crashed": -9}])
-    assert dropped_seeds(log) == [101]
-    assert 101 not in seeds_left(log)
-    assert {run["seed"] for run in runs_that_count(log.runs)} == {109}
-    assert "left the study after two crashes of a run: 101" in study.describe_progress(log)
-
-    # With all others whole, the study has ended.
-    others = [seed for seed in all_seeds() if seed != 101]
-    assert has_ended(make_log(make_seeds(others), log.crashes))
-
-
-# The file of records
-
-
-def test_a_line_that_is_twice_in_the_file_is_read_once(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    records = make_seeds([101])
-    write_lines(path, records + records)
-    assert read_log(path).runs == records
-
-
-def test_two_different_records_of_a_run_are_refused_but_not_of_two_arithmetics(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    record = make_record(Arm.NOTHING, 101)
-    write_lines(path, [record, record | {"arithmetic": "float32"}])
-    assert len(read_log(path).runs) == 2
-
-    write_lines(path, [record, record | {"minutes": 11.0}])
-    with pytest.raises(ValueError, match="two records of the run"):
-        read_log(path)
-
-
-def test_runs_that_were_trained_on_different_rows_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    record = make_record(Arm.NOTHING, 101)
-    other_record = make_record(Arm.SCALED, 101) | {"data": "other rows"}
-    write_lines(path, [record, other_record])
-    with pytest.raises(ValueError, match="different rows"):
-        read_log(path)
-    # A run that failed has no fingerprint.
-    write_lines(path, [record, other_record | {"data": None, "failed": True}])
-    assert len(read_log(path).runs) == 2
-
-
-def test_runs_count_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
-    """The lines of a machine that was done first were copied in behind those of the other."""
-    path = tmp_path / "records.jsonl"
-    second = make_seeds([101], CPU)
-    first = [run | {"ended": "2026-11-28T09:00:00+00:00"} for run in make_seeds([101], GPU)]
-    write_lines(path, [*second, *first])
-    log = read_log(path)
-    assert log.runs == [*first, *second]
-    assert whole_seeds(log.runs) == {101: GPU}
-
-
-def test_a_run_of_another_commit_is_refused_but_not_a_whole_hash(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    *others, last = make_seeds([101])
-    whole_hash = STUDY_COMMIT + 33 * "0"
-    write_lines(path, [*others, last | {"commit": whole_hash}])
-    assert list(whole_seeds(read_log(path).runs)) == [101]
-
-    # Also if no seed is whole, and if all of a seed's runs are of the other commit.
-    for records in ([last | {"commit": "4567"}], [run | {"commit": "4567"} for run in make_seeds([101])]):
-        write_lines(path, records)
-        with pytest.raises(ValueError, match="are of commit 28e4395, not of 4567"):
-            read_log(path)
-
-
-def test_the_study_cannot_end_by_crashes_alone(tmp_path: Path) -> None:
-    """All seeds of a rate have left: their results couldn't be judged."""
-    path = tmp_path / "records.jsonl"
-    crashes = [{"crashed": 1, "arm": "nothing", "seed": seed, **CPU._asdict()} for seed in SLOW_SEEDS]
-    twice = [crash | {"ended": time} for crash in crashes for time in ("first", "second")]
-    write_lines(path, [*make_seeds(list(FAST_SEEDS)), *twice])
-    with pytest.raises(ValueError, match="of the seeds 109 to 116 0 are whole"):
-        read_log(path)

@@ -8,13 +8,14 @@ order of rows, the machine and the learning rate.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import mean
 
 import pandas as pd
 import statsmodels.formula.api as smf
 from scipy import stats
 from statsmodels.stats.anova import anova_lm
 
-from examples.emoji.study.cells import FAST, Arm, Record, rates_of
+from examples.emoji.study.records import Arm, Record
 from examples.emoji.study.scores import PRIMARY, SECONDARY, percent_right, primary_score
 
 
@@ -82,7 +83,7 @@ def tabulate_scores(records: Sequence[Record]) -> pd.DataFrame:
         rows.append({
             "arm": record["arm"],
             "seed": record["seed"],
-            "rate": rates_of(record["seed"]).projector,
+            "rate": record["rates"]["projector"],
             "arithmetic": record["arithmetic"],
             "score": primary_score(record),
         })  # fmt: skip
@@ -117,7 +118,7 @@ def interaction_p(scores: pd.DataFrame) -> float:
     """The p of the F test that the arms' differences are the same at both learning rates."""
     # A seed has one rate, so the offsets of seeds hold the effect of the rate on all arms. Two more coefficients say
     # how much more two of the arms gain at one rate than at the other.
-    is_fast = scores["rate"] == FAST.projector
+    is_fast = scores["rate"] == scores["rate"].max()
     columns = scores.assign(
         fast_and_scaled=(is_fast & (scores["arm"] == Arm.SCALED)).astype(float),
         fast_and_norm=(is_fast & (scores["arm"] == Arm.LAYER_NORM)).astype(float),
@@ -157,10 +158,8 @@ def tabulate_means(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_mean(scores: pd.DataFrame, arm: Arm) -> str:
-    """An arm's mean score, with Student's 95% interval over seeds if there are at least two."""
+    """An arm's mean score, with Student's 95% interval over seeds."""
     of_arm = scores.loc[scores["arm"] == arm, "score"]
-    if len(of_arm) < 2:
-        return f"{of_arm.mean():.1f}"
     half_width = stats.t.ppf(0.975, len(of_arm) - 1) * of_arm.sem()
     return f"{of_arm.mean():.1f} ({of_arm.mean() - half_width:.1f} to {of_arm.mean() + half_width:.1f})"
 
@@ -168,21 +167,24 @@ def describe_mean(scores: pd.DataFrame, arm: Arm) -> str:
 def tabulate_secondary(records: Sequence[Record]) -> pd.DataFrame:
     """Means over each arm's runs of what no test decides about: a row for each measure, a column for each arm.
 
-    A run that failed has only the measures of its start.
+    Turning is 1 - cosine of a token before and after a layer of the decoder. Attention is a mean over layers.
     """
     rows = []
     for record in records:
-        row = {"arm": record["arm"], "failed runs, %": 100.0 * record["failed"]}
+        row = {"arm": record["arm"]}
         for artist in (*PRIMARY, *SECONDARY):
             row[f"{artist}, %"] = percent_right(record, artist)
         row["norm over T, start"] = record["start"]["norm"]
+        row["norm over T, end"] = record["end"]["norm"]
         row["names by tokens, start, %"] = record["start"]["names_by_tokens"]
-        if not record["failed"]:
-            row["norm over T, end"] = record["end"]["norm"]
-            row["names by tokens, end, %"] = record["end"]["names_by_tokens"]
-            row["perplexity of text"] = record["perplexity"]
-            row["last loss"] = record["losses"][-1]
-            row["gain over its start"] = record["gain"]
+        row["names by tokens, end, %"] = record["end"]["names_by_tokens"]
+        row["turning in layer 0, image"] = record["layers"]["turning"]["visual"][0]
+        row["turning in layer 0, text"] = record["layers"]["turning"]["text"][0]
+        row["text's attention to the picture, %"] = 100 * mean(record["layers"]["attention"])
+        row["perplexity of text"] = record["perplexity"]
+        row["loss, steps 10 to 150"] = mean(record["losses"][:15])  # every tenth step has a loss
+        row["loss, steps 160 to 290"] = mean(record["losses"][15:])
+        row["gain over its start"] = record["gain"]
         for module, clipped in record["clipped"].items():
             row[f"steps clipped, {module}, %"] = clipped
         rows.append(row)
@@ -212,7 +214,7 @@ def report(records: Sequence[Record]) -> str:
     """The study's results as text.
 
     Args:
-        records: The records of the whole seeds, as `runs_that_count` returns them.
+        records: The records of the runs. Every seed has one of each arm.
     """
     scores = tabulate_scores(records)
     lines = [

@@ -463,15 +463,15 @@ def describe_model(
 # What is known of the arms, for the command's help and for the error if none is chosen; docs/method.md says more.
 WHICH_NORM = """\
 Points of right names over plain Llava, with 95% intervals, in two studies of one decoder (135M, drawings; plain
-Llava's image tokens entered at 3.7 times the norm of text): after the whole recipe, at equal learning rates, and
-after half of its steps, each at a rate of its own.
+Llava's image tokens entered at 3.6 to 3.7 times the norm of text): with all steps of the recipe, at the same learning
+rates, and with half of them, each at a rate of its own.
 
-                                                                            whole recipe        half
-  --projector_norm none --scale_projector   scaled once to the text's norm  0.8 (−1.1 to 2.6)   6.6 (4.2 to 9.0)
-  --projector_norm gwc                      the paper's LayerNorm           0.6 (−1.3 to 2.4)   3.7 (1.6 to 5.8)
+                                                                            all steps           half
+  --projector_norm none --scale_projector   scaled once to the text's norm  0.8 (-1.1 to 2.6)   6.6 (4.2 to 9.0)
+  --projector_norm gwc                      the paper's LayerNorm           0.6 (-1.3 to 2.4)   3.7 (1.6 to 5.8)
   --projector_norm none                     plain Llava
 
-After the whole recipe none is clearly ahead. Photographs and larger decoders weren't tried.
+With all steps each pair is undecided. Photographs and larger decoders weren't tried.
 `normllava diagnose` measures your model's ratio of image to text norms on your pictures."""
 
 

@@ -60,7 +60,6 @@ def make_record(arm: Arm, seed: int, percent: float) -> Record:
 
 def test_the_committed_records_are_those_that_the_protocol_asks_for() -> None:
     study = read_study()
-    assert study.end
     assert {run["commit"][:7] for run in study.runs} == {"28e4395"}
     assert len({run["data"] for run in study.runs}) == 1  # all were trained on the same rows
     assert not any(run["failed"] for run in study.runs)
@@ -75,24 +74,35 @@ def test_the_committed_records_are_those_that_the_protocol_asks_for() -> None:
         assert sorted(run["arm"] for run in runs) == sorted(Arm)
         assert len({(run["processor"], run["arithmetic"]) for run in runs}) == 1
 
-    for seeds in SEEDS_BY_RATE.values():
-        assert len([seed for seed in seeds if seed in runs_by_seed]) >= 4
+    assert sorted(runs_by_seed) == [101, 102, 103, 104, 109, 110, 111, 112]
 
 
-def test_the_report_gives_the_hours_and_the_end_and_judges_each_pair() -> None:
+def make_up_study(more_for_scaled_at_slow_rate: float = 0.0) -> Study:
+    """A study of two seeds a rate with the arms' `MEANS`, almost without noise."""
     runs = []
     for seed in (101, 102, 109, 110):
         for number, arm in enumerate(Arm):
             noise = (7 * seed + 3 * number) % 5 / 10
-            runs.append(make_record(arm, seed, MEANS[arm] + noise))
+            more = more_for_scaled_at_slow_rate if arm is Arm.SCALED and rate_of(seed) == 5e-5 else 0.0
+            runs.append(make_record(arm, seed, MEANS[arm] + noise + more))
+    return Study(runs, "no time is left")
 
-    text = describe_study(Study(runs, "no time is left"))
+
+def test_the_report_gives_the_hours_and_the_end_and_judges_each_pair() -> None:
+    text = describe_study(make_up_study())
     assert text.startswith("12 runs, which took 2.0 hours together. The study ended: no time is left\n")
-    # The noise of the two arms differs by 0.05 on average.
-    assert re.search(
-        r"scaled once less LayerNorm at T +2\.95 \(2\.\d+ to 3\.\d+\), p 0\.0000: ahead$", text, re.MULTILINE
-    )
+    assert "Both rates, 4 seeds: F test of arms" in text
+    # By `MEANS` they differ by 3, and by the noise by 0.05.
+    assert re.search(r"scaled once less LayerNorm at T +2\.95 \(.*\), p 0\.0000: ahead$", text, re.MULTILINE)
     assert "Scaled once is as good as the LayerNorm within 2 points." in text
+
+
+def test_the_report_judges_each_rate_alone_if_rates_change_the_differences() -> None:
+    text = describe_study(make_up_study(more_for_scaled_at_slow_rate=10.0))
+    assert "Both rates" not in text
+    fast, slow = text.split("Rate 0.0002, 2 seeds: F test of arms")[1].split("Rate 5e-05, 2 seeds: F test of arms")
+    assert re.search(r"scaled once less nothing +(5\.|6\.)", fast)
+    assert re.search(r"scaled once less nothing +(15\.|16\.)", slow)
 
 
 # The statistics
@@ -212,13 +222,16 @@ def test_no_pair_is_clear_if_the_f_test_is_not() -> None:
     assert unclear.verdict(clear_pair) == "undecided"
 
 
-def test_the_studys_gains_are_the_tested_differences_from_nothing() -> None:
-    scores, _ = draw_scores(np.random.default_rng(4), ALL_SEEDS)
-    comparison = compare_arms(scores)
-    for gain, arm in zip(measure_study_gains(scores), [Arm.SCALED, Arm.LAYER_NORM], strict=True):
-        pair = comparison.pair(arm, Arm.NOTHING)
-        assert (gain.mean, gain.low, gain.high) == (pair.estimate, pair.low, pair.high)
-        assert gain.num_pairs == 16
+def test_the_studys_gains_are_differences_from_nothing() -> None:
+    scores = tabulate_scores(make_up_study().runs)
+    gains = {gain.title: gain for gain in measure_study_gains(scores)}
+    assert list(gains) == ["scaled once, all steps", "LayerNorm, all steps"]
+    # By `MEANS` they gain 6 and 3, and the noise is at most 0.4.
+    assert gains["scaled once, all steps"].mean == pytest.approx(6.0, abs=0.4)
+    assert gains["LayerNorm, all steps"].mean == pytest.approx(3.0, abs=0.4)
+    for gain in gains.values():
+        assert gain.low < gain.mean < gain.high
+        assert gain.num_pairs == 4
 
 
 def test_a_name_is_right_for_its_drawing_and_for_a_near_copy() -> None:

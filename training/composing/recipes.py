@@ -109,8 +109,8 @@ NORM_RATE = "norm_learning_rate: 1.0e-5       # 2e-4 would move the norm's gain 
 ALIGN_RATE = "learning_rate: 1.0e-3\n"
 SCALED_RATE = """\
 # Not the paper's 1e-3, at which a scaled projector leaves the text's norm: in front of SmolLM2-135M its embeddings had
-# 34 times as much after 60 steps, 3.8 times at 2e-4 and 1.3 times at 5e-5 (docs/own_trainer.md). In stage 2 scaling
-# once gained names at 2e-4. Which is best in stage 1 isn't known.
+# 34 times as much after 60 steps, 3.8 times at 2e-4 and 1.3 times at 5e-5 (docs/own_trainer.md). Which is best isn't
+# known.
 learning_rate: 2.0e-4
 """
 ALIGNED_RATE = """\

@@ -88,7 +88,7 @@ def read_runs(path: Path = RECORDS) -> pd.DataFrame:
 
 
 def measure_gains(runs: pd.DataFrame) -> list[Gain]:
-    """The gain of each arm of the first study over its controls, of the same seeds on the same kind of machine."""
+    """The gain of each arm of the first study over controls with the same seeds on the same kind of machine."""
     gains = []
     for (arm, title), style in zip(ARMS.items(), MODEL_STYLES[1:], strict=True):
         by_pair = differences(runs, arm, CONTROL, ["seed", "processor"])

@@ -145,7 +145,7 @@ def compare_by_seed(scores: pd.DataFrame) -> list[Difference]:
 
 
 def tabulate_means(scores: pd.DataFrame) -> pd.DataFrame:
-    """Each arm's mean score with Student's 95% interval over seeds: a column for each group of seeds that has any."""
+    """Each arm's mean score with Student's 95% interval over seeds, of all seeds, by rate and by arithmetic."""
     groups = {"all seeds": scores}
     groups |= {f"rate {rate:g}": group for rate, group in scores.groupby("rate", sort=False)}
     groups |= {str(arithmetic): group for arithmetic, group in scores.groupby("arithmetic")}

@@ -34,7 +34,7 @@ class Study(NamedTuple):
     end: str
 
 
-def read_study(path: Path = RECORDS) -> Study:
+def read_study() -> Study:
     """Read the file of records."""
-    *runs, last = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    *runs, last = [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
     return Study(runs, last["study_ended"])
